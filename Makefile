@@ -1,0 +1,31 @@
+# Everything starts with one of two commands: `make up` serves, `make test` checks.
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: venv up test lint proto clean
+
+venv: .venv/.stamp
+
+.venv/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+up: venv
+	$(BIN)/blitzd up
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/blitzd model pull smollm2-135m
+	$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+proto: venv
+	$(BIN)/python scripts/generate_proto.py
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""The OpenAI, admin and metrics routes over the node's public face."""

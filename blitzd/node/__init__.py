@@ -1,0 +1,1 @@
+"""The driver: one ordered inbox, append, act; worker supervision; the public face."""

@@ -1,0 +1,1 @@
+"""The virtual world: scheduler lab, roofline, placement search, KV accounting."""
