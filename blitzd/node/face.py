@@ -1,0 +1,155 @@
+"""The node's public face: everything that `http/`, the CLI and tests may know of a node.
+
+The HTTP routes are written against `NodeFace` alone, so they run over the real daemon
+and over a node in virtual time.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One generation, already validated and tokenised."""
+
+    prompt_tokens: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 0.0
+    """0 is greedy."""
+    seed: int | None = None
+    """None: the node draws one, so that the request can be repeated from the log."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What became certain since the last one. Text never ends inside a UTF-8 character
+    and never contains a part of a stop string."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish: str | None = None
+    """"stop" or "length" on the last delta, None before."""
+
+
+class RequestRefused(Exception):
+    """Not accepted: nothing was queued.
+
+    `status` is the HTTP status that says it best (429 queue full, 503 draining, read-only
+    or no replica), `retry_after_s` a hint, `code` a stable word for programs.
+    """
+
+    def __init__(self, message: str, *, status: int, code: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class GenerationFailed(Exception):
+    """An accepted request ended without finishing. The message says what happened."""
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Generation(Protocol):
+    """A running request. Iterate it to the end or `cancel` it; either frees everything."""
+
+    request_id: int
+
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
+
+    async def cancel(self) -> None:
+        """The client left. Idempotent, and a no-op after the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What the OpenAI routes say of a model."""
+
+    name: str
+    created: int
+    """Unix seconds."""
+    context_tokens: int
+    digest: str
+    licence: str = ""
+    owned_by: str = "blitzd"
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    live: bool
+    """The driver moves."""
+    ready: bool
+    """A request sent now would be served."""
+    draining: bool
+    reasons: tuple[str, ...] = field(default=())
+    """Why it is not ready, for people."""
+
+
+class ChatTokenizer(Protocol):
+    """What the routes need of the model's tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def render_chat(self, messages: list[dict[str, Any]]) -> str:
+        """The prompt text for `messages`, ready to encode (specials included).
+
+        Raises ValueError, naming the message, when the template refuses it."""
+
+
+class NodeFace(Protocol):
+    @property
+    def models(self) -> list[ModelCard]: ...
+
+    def tokenizer(self, model: str) -> ChatTokenizer: ...
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Returns once the request is in the log as accepted. Raises RequestRefused."""
+
+    def health(self) -> Health: ...
+
+    def state(self) -> dict[str, Any]:
+        """The folded state as `/admin/state` shows it (plain JSON types)."""
+
+    def events(
+        self, since: int, limit: int, follow: bool
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Log records with seq > `since` as JSON objects {seq, wall_ns, mono_ns, kind,
+        type, cause, payload}; with `follow`, waits for more once the log's end is
+        reached."""
+
+    def observations(self) -> "Observations":
+        """Latency observations since the start, for histograms."""
+
+
+@dataclass(slots=True)
+class Observations:
+    """Durations that are not state, so that no fold holds them. Fed by the driver, read by
+    the metrics page. Plain lists of bucket counts, prometheus-style, cumulative."""
+
+    ttft_s: "HistogramData"
+    tpot_s: "HistogramData"
+    queue_s: "HistogramData"
+    e2e_s: "HistogramData"
+
+
+@dataclass(slots=True)
+class HistogramData:
+    bounds: tuple[float, ...]
+    """Upper bounds in seconds, ascending; +Inf is implied."""
+    counts: list[int]
+    """One more than bounds."""
+    total: float = 0.0
+
+    def observe(self, value: float) -> None:
+        index = next((i for i, bound in enumerate(self.bounds) if value <= bound), len(self.bounds))
+        self.counts[index] += 1
+        self.total += value
