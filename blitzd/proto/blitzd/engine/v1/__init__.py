@@ -204,6 +204,11 @@ class ExportKvReply(betterproto2.Message):
     unix socket that hands out the arena's descriptor
     """
 
+    ucx_address: "bytes" = betterproto2.field(4, betterproto2.TYPE_BYTES)
+    """
+    the source's fabric address, for TRANSPORT_UCX: the
+    """
+
 
 default_message_pool.register_message("blitzd.engine.v1", "ExportKvReply", ExportKvReply)
 
@@ -225,12 +230,12 @@ class ExportKvRequest(betterproto2.Message):
 
     ucx_address: "bytes" = betterproto2.field(5, betterproto2.TYPE_BYTES)
     """
-    the importing worker's, for TRANSPORT_UCX
+    the importing worker's fabric address, for TRANSPORT_UCX
     """
 
     ucx_tag: "int" = betterproto2.field(6, betterproto2.TYPE_UINT64)
     """
-    first tag of the transfer
+    names the transfer; drawn by the importing worker's fabric
     """
 
     layout: "str" = betterproto2.field(7, betterproto2.TYPE_STRING)
