@@ -1,4 +1,24 @@
 """State: the replica and request machines and the fold that events drive.
 
 Promises: every transition is a row of one table; an event the table does not allow is
-refused and changes nothing; the same events give the same state and the same hash."""
+refused and changes nothing; the same events give the same state and the same hash.
+"""
+
+from blitzd.fsm.fold import IllegalEvent, fold
+from blitzd.fsm.request import ENDS, RequestState
+from blitzd.fsm.state import ClusterState, Lease, Node, Replica, Request
+from blitzd.fsm.table import IllegalTransition, ReplicaState
+
+__all__ = [
+    "ENDS",
+    "ClusterState",
+    "IllegalEvent",
+    "IllegalTransition",
+    "Lease",
+    "Node",
+    "Replica",
+    "ReplicaState",
+    "Request",
+    "RequestState",
+    "fold",
+]

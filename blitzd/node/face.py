@@ -119,9 +119,7 @@ class NodeFace(Protocol):
     def state(self) -> dict[str, Any]:
         """The folded state as `/admin/state` shows it (plain JSON types)."""
 
-    def events(
-        self, since: int, limit: int, follow: bool
-    ) -> AsyncIterator[dict[str, Any]]:
+    def events(self, since: int, limit: int, follow: bool) -> AsyncIterator[dict[str, Any]]:
         """Log records with seq > `since` as JSON objects {seq, wall_ns, mono_ns, kind,
         type, cause, payload}; with `follow`, waits for more once the log's end is
         reached."""

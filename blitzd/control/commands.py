@@ -1,0 +1,83 @@
+"""What the core asks the driver to do. Results come back as inputs."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnWorker:
+    replica: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndWorker:
+    """Ends the process, whatever it does."""
+
+    replica: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResetWorker:
+    """Forget every request; an adopted worker may hold some of the last boot."""
+
+    replica: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadModel:
+    replica: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartPrefill:
+    replica: str
+    epoch: int
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImportKv:
+    lease_id: int
+    request_id: int
+    source: str
+    source_epoch: int
+    target: str
+    target_epoch: int
+    expires_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseKv:
+    """The KV has arrived elsewhere; the source may forget it."""
+
+    replica: str
+    epoch: int
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequest:
+    replica: str
+    epoch: int
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShutDown:
+    """Everything accepted has ended: end the workers and the daemon."""
+
+
+Command = (
+    SpawnWorker
+    | EndWorker
+    | ResetWorker
+    | LoadModel
+    | StartPrefill
+    | ImportKv
+    | ReleaseKv
+    | CancelRequest
+    | ShutDown
+)

@@ -1,0 +1,95 @@
+"""The core: `step(input)` decides, folds, and hands out records to log and commands to
+carry out. The driver appends the records, then performs the commands, then feeds results
+back as inputs (after etcd-io/raft's Ready loop).
+
+Pure: the clock and all randomness come in with the input, so that a recorded input
+decides again as it did.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from blitzd.control import replicas, requests
+from blitzd.control.commands import Command, EndWorker, ShutDown
+from blitzd.control.policy import Policy
+from blitzd.control.turn import Turn
+from blitzd.events import types as ev
+from blitzd.events.record import Payload, Record
+from blitzd.fsm import ClusterState
+
+
+class Step(NamedTuple):
+    records: list[Record]
+    """To be appended before any command is performed. Empty when nothing came of it."""
+    commands: list[Command]
+
+
+def _ticked(turn: Turn, _: ev.Ticked) -> None:
+    requests.expire(turn)
+
+
+def _stop_requested(turn: Turn, stop: ev.StopRequested) -> None:
+    node = turn.state.node
+    sooner = node.phase == "draining" and stop.deadline_ns < node.drain_deadline_ns
+    if node.phase == "running" or sooner:
+        turn.emit(ev.NodeDraining(stop.reason, stop.deadline_ns))
+
+
+HANDLERS: dict[type[Payload], Callable[[Turn, Any], None]] = {
+    ev.Booted: replicas.booted,
+    ev.WorkerStarted: replicas.worker_started,
+    ev.WorkerDescribed: replicas.worker_described,
+    ev.WorkerExited: replicas.worker_exited,
+    ev.LoadMoved: replicas.load_moved,
+    ev.LoadEnded: replicas.load_ended,
+    ev.OccupancyReported: replicas.occupancy_reported,
+    ev.RequestArrived: requests.request_arrived,
+    ev.ClientLeft: requests.client_left,
+    ev.FirstTokenProduced: requests.first_token_produced,
+    ev.ImportEnded: requests.import_ended,
+    ev.GenerationEnded: requests.generation_ended,
+    ev.RequestErrored: requests.request_errored,
+    ev.Ticked: _ticked,
+    ev.StopRequested: _stop_requested,
+}
+
+
+class Core:
+    """The only owner of the state while the daemon runs."""
+
+    def __init__(self, state: ClusterState) -> None:
+        self.state = state
+
+    def step(self, payload: Payload, mono_ns: int, wall_ns: int) -> Step:
+        """`mono_ns` must not be less than the last one's of the same boot.
+
+        Raises KeyError for a payload that is no input.
+        """
+        if isinstance(payload, ev.Booted):
+            policy = Policy.of(dict(payload.policy))
+        else:
+            policy = Policy.of(self.state.node.policy)
+        turn = Turn(self.state, payload, mono_ns, wall_ns, policy)
+        HANDLERS[type(payload)](turn, payload)
+        replicas.tend(turn)
+        requests.dispatch(turn)
+        _drain(turn)
+        return Step(turn.records, turn.commands)
+
+
+def _drain(turn: Turn) -> None:
+    """Stops the node once nothing is left to serve, or its deadline has come."""
+    node = turn.state.node
+    if node.phase != "draining":
+        return
+    if turn.mono_ns >= node.drain_deadline_ns:
+        for request in list(turn.state.requests.values()):
+            requests.fail(turn, request, "shutdown", "the server's drain deadline has passed")
+    if turn.state.requests:
+        return
+    for replica in turn.state.replicas.values():
+        if replica.worker != "absent":
+            turn.command(EndWorker(replica.id, replica.epoch))
+            turn.emit(ev.WorkerLost(replica.id, replica.epoch, "the server stopped", 0))
+    turn.emit(ev.NodeStopped("drained"))
+    turn.command(ShutDown())

@@ -1,0 +1,143 @@
+"""Decisions about replicas: boot, worker life, loading."""
+
+from blitzd.control.commands import EndWorker, LoadModel, ResetWorker, SpawnWorker
+from blitzd.control.requests import fail
+from blitzd.control.turn import Turn
+from blitzd.events import types as ev
+from blitzd.fsm import Replica, ReplicaState
+
+MS = 1_000_000
+
+
+def booted(turn: Turn, boot: ev.Booted) -> None:
+    """Takes up the state of the last boot: what it was doing for clients ended with it, its
+    workers are kept if they still answer."""
+    turn.emit(ev.NodeStarted(boot.boot_epoch, boot.version, boot.node, boot.policy))
+    for request in list(turn.state.requests.values()):
+        turn.emit(ev.RequestFailed(request.id, "daemon_restarted", "the daemon was restarted"))
+    adopted = {(replica, epoch, pid) for replica, epoch, pid in boot.adopted}
+    for replica in list(turn.state.replicas.values()):
+        if replica.worker == "absent":
+            continue
+        if (replica.id, replica.epoch, replica.pid) in adopted:
+            turn.command(ResetWorker(replica.id, replica.epoch))
+        else:
+            turn.command(EndWorker(replica.id, replica.epoch))
+            _lose(turn, replica, "not there, or not usable, when the daemon came back")
+    wanted = dict(boot.replicas)
+    for gone in [r for r in turn.state.replicas.values() if r.id not in wanted]:
+        if gone.worker != "absent":
+            turn.command(EndWorker(gone.id, gone.epoch))
+            _lose(turn, gone, "the configuration no longer names this replica")
+        turn.emit(ev.ReplicaRetired(gone.id))
+    for replica_id, role in boot.replicas:
+        known = turn.state.replicas.get(replica_id)
+        if known is None or (known.role, known.node) != (role, boot.node):
+            turn.emit(ev.ReplicaRegistered(replica_id, boot.node, role))
+
+
+def worker_started(turn: Turn, started: ev.WorkerStarted) -> None:
+    if turn.current(started.replica, started.epoch):
+        turn.emit(ev.WorkerSpawned(started.replica, started.epoch, started.pid))
+
+
+def worker_described(turn: Turn, described: ev.WorkerDescribed) -> None:
+    replica = turn.current(described.replica, described.epoch)
+    if replica and replica.worker != "attached":
+        turn.emit(ev.WorkerAttached(described.replica, described.epoch, described.pid))
+
+
+def worker_exited(turn: Turn, exited: ev.WorkerExited) -> None:
+    replica = turn.current(exited.replica, exited.epoch)
+    if replica is None:
+        return
+    for request in turn.state.requests_on(replica.id):
+        fail(turn, request, "worker_lost", f"replica {replica.id} was lost: {exited.reason}")
+    _lose(turn, replica, exited.reason)
+
+
+def _lose(turn: Turn, replica: Replica, reason: str) -> None:
+    turn.emit(ev.WorkerLost(replica.id, replica.epoch, reason, _retry_ns(turn, replica)))
+
+
+def _retry_ns(turn: Turn, replica: Replica) -> int:
+    """At once after the first failure, then a doubling back-off: a worker that cannot
+    start must not keep the machine busy with trying."""
+    if not replica.failures:
+        return turn.mono_ns
+    doubled = turn.policy.restart_backoff_ms << min(replica.failures - 1, 16)
+    return turn.mono_ns + min(doubled, turn.policy.restart_backoff_max_ms) * MS
+
+
+def load_moved(turn: Turn, moved: ev.LoadMoved) -> None:
+    replica = turn.current(moved.replica, moved.epoch)
+    if replica is None:
+        return
+    if replica.state not in (ReplicaState.LOADING_PREFILL, ReplicaState.LOADING_DECODE):
+        turn.ignore(moved.replica, moved.epoch)
+        return
+    turn.emit(
+        ev.LoadProgressed(
+            moved.replica,
+            moved.epoch,
+            moved.layers_ready,
+            moved.layers_total,
+            moved.bytes_loaded,
+            moved.bytes_total,
+        )
+    )
+
+
+def load_ended(turn: Turn, ended: ev.LoadEnded) -> None:
+    replica = turn.current(ended.replica, ended.epoch)
+    if replica is None:
+        return
+    if replica.state not in (ReplicaState.LOADING_PREFILL, ReplicaState.LOADING_DECODE):
+        turn.ignore(ended.replica, ended.epoch)
+    elif ended.reason:
+        turn.emit(ev.LoadFailed(replica.id, replica.epoch, ended.reason, _retry_ns(turn, replica)))
+    else:
+        turn.emit(
+            ev.LoadFinished(
+                ended.replica,
+                ended.epoch,
+                ended.digest,
+                ended.source,
+                ended.layers_total,
+                ended.bytes_total,
+                ended.block_tokens,
+                ended.blocks_total,
+            )
+        )
+        if replica.role == "decode":
+            turn.emit(ev.DecodeOpened(replica.id, replica.epoch))
+
+
+def occupancy_reported(turn: Turn, report: ev.OccupancyReported) -> None:
+    replica = turn.current(report.replica, report.epoch)
+    if replica is None:
+        return
+    sampled = (replica.blocks_sampled, replica.running_sampled)
+    if replica.blocks_total and sampled != (report.blocks_used, report.running):
+        turn.emit(
+            ev.OccupancySampled(report.replica, report.epoch, report.blocks_used, report.running)
+        )
+
+
+def tend(turn: Turn) -> None:
+    """Starts what the configuration wants and is not there: workers, then their loads."""
+    if turn.state.node.phase != "running":
+        return
+    for replica in turn.state.replicas.values():
+        if turn.mono_ns < replica.retry_ns:
+            continue
+        if replica.worker == "absent":
+            turn.emit(ev.WorkerSpawning(replica.id, replica.epoch + 1))
+            turn.command(SpawnWorker(replica.id, replica.epoch))
+        elif (
+            replica.worker == "attached"
+            and replica.state is ReplicaState.INACTIVE
+            and replica.role != "spare"
+        ):
+            turn.emit(ev.LoadStarted(replica.id, replica.epoch, replica.role, "host"))
+            turn.command(LoadModel(replica.id, replica.epoch))

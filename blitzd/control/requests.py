@@ -1,0 +1,233 @@
+"""Decisions about requests: admission, dispatch, hand-over, their ends.
+
+Queued work stays with the daemon. A prefill replica is granted a few requests at a time;
+a decode replica gets one when its blocks have been reserved, in the event that decides.
+"""
+
+from blitzd.control.commands import CancelRequest, ImportKv, ReleaseKv, StartPrefill
+from blitzd.control.turn import Turn
+from blitzd.events import types as ev
+from blitzd.fsm import Replica, ReplicaState, Request, RequestState
+
+MS = 1_000_000
+
+
+def blocks_for(tokens: int, block_tokens: int) -> int:
+    return -(-tokens // block_tokens)
+
+
+def request_arrived(turn: Turn, arrived: ev.RequestArrived) -> None:
+    refusal = _refusal(turn, arrived)
+    if refusal:
+        turn.emit(ev.RequestRejected(arrived.request_id, *refusal))
+        return
+    turn.emit(
+        ev.RequestAccepted(
+            arrived.request_id,
+            arrived.prompt_tokens,
+            arrived.max_tokens,
+            arrived.seed,
+            arrived.deadline_ns,
+        )
+    )
+
+
+def _refusal(turn: Turn, arrived: ev.RequestArrived) -> tuple[str, str] | None:
+    if turn.state.node.phase != "running":
+        return "draining", "the server is shutting down and takes no new requests"
+    waiting = sum(1 for _ in turn.state.queued())
+    if waiting >= turn.policy.max_queued_requests:
+        return "queue_full", f"{waiting} requests are waiting, which is the limit"
+    for role in ("prefill", "decode"):
+        loaded = [r for r in turn.state.replicas.values() if r.role == role and r.blocks_total]
+        room = max((r.blocks_total * r.block_tokens for r in loaded), default=None)
+        # A request ends at max_tokens without computing KV for its last token.
+        wanted = arrived.prompt_tokens + (arrived.max_tokens - 1 if role == "decode" else 0)
+        if room is not None and wanted > room:
+            return "too_long", f"{wanted} tokens do not fit a {role} replica's {room}"
+    return None
+
+
+def client_left(turn: Turn, left: ev.ClientLeft) -> None:
+    request = turn.state.requests.get(left.request_id)
+    if request is not None:
+        _free(turn, request)
+        turn.emit(ev.RequestCancelled(request.id, "the client left"))
+
+
+def first_token_produced(turn: Turn, produced: ev.FirstTokenProduced) -> None:
+    request = _held_by_source(turn, produced.request_id, produced.replica, produced.epoch)
+    if request is not None and request.state is RequestState.PREFILLING:
+        turn.emit(ev.PrefillFinished(request.id))
+
+
+def _held_by_source(turn: Turn, request_id: int, replica: str, epoch: int) -> Request | None:
+    if turn.current(replica, epoch) is None:
+        return None
+    request = turn.state.requests.get(request_id)
+    if request is None or (request.source, request.source_epoch) != (replica, epoch):
+        turn.ignore(replica, epoch)
+        return None
+    return request
+
+
+def import_ended(turn: Turn, ended: ev.ImportEnded) -> None:
+    lease = turn.state.leases.get(ended.lease_id)
+    if lease is None:
+        # Cancelled meanwhile, or the first decoded token came before this answer.
+        turn.ignore("", 0)
+        return
+    request = turn.state.requests[lease.request_id]
+    if not ended.fault:
+        _arrived(turn, request, ended.bytes_moved, ended.elapsed_ns)
+    elif ended.fault == "no_room":
+        retry_ns = turn.mono_ns + turn.policy.import_retry_ms * MS
+        turn.emit(ev.MigrationFailed(lease.id, ended.fault, ended.reason, retry_ns))
+    else:
+        _fail_migration(turn, request, ended.fault, ended.reason)
+
+
+def _arrived(turn: Turn, request: Request, bytes_moved: int, elapsed_ns: int) -> None:
+    source, source_epoch = request.source, request.source_epoch
+    turn.emit(ev.MigrationFinished(request.lease_id, bytes_moved, elapsed_ns))
+    turn.command(ReleaseKv(source, source_epoch, request.id))
+
+
+def _fail_migration(turn: Turn, request: Request, fault: str, reason: str) -> None:
+    _free(turn, request)
+    turn.emit(ev.MigrationFailed(request.lease_id, fault, reason, 0))
+    turn.emit(ev.RequestFailed(request.id, "handover_failed", f"the KV hand-over failed: {reason}"))
+
+
+def generation_ended(turn: Turn, ended: ev.GenerationEnded) -> None:
+    if turn.current(ended.replica, ended.epoch) is None:
+        return
+    request = turn.state.requests.get(ended.request_id)
+    on = (ended.replica, ended.epoch)
+    if request is None:
+        turn.ignore(*on)
+    elif request.state is RequestState.PREFILLING and on == (request.source, request.source_epoch):
+        _finish(turn, ended)
+    elif on == (request.target, request.target_epoch):
+        if request.state is RequestState.MIGRATING:
+            # The worker decoded to the end before its answer to the import was read.
+            _arrived(turn, request, 0, 0)
+        _finish(turn, ended)
+    else:
+        turn.ignore(*on)
+
+
+def _finish(turn: Turn, ended: ev.GenerationEnded) -> None:
+    turn.emit(
+        ev.RequestFinished(ended.request_id, ended.finish, ended.output_tokens, ended.output_digest)
+    )
+
+
+def request_errored(turn: Turn, errored: ev.RequestErrored) -> None:
+    if turn.current(errored.replica, errored.epoch) is None:
+        return
+    request = turn.state.requests.get(errored.request_id)
+    on = (errored.replica, errored.epoch)
+    if request is None or on not in (
+        (request.source, request.source_epoch),
+        (request.target, request.target_epoch),
+    ):
+        turn.ignore(*on)
+        return
+    fail(turn, request, "engine_error", f"replica {errored.replica}: {errored.reason}")
+
+
+def fail(turn: Turn, request: Request, code: str, reason: str) -> None:
+    """Ends `request` with an error, freeing what it holds on replicas that live."""
+    _free(turn, request)
+    turn.emit(ev.RequestFailed(request.id, code, reason))
+
+
+def _free(turn: Turn, request: Request) -> None:
+    if request.source:
+        turn.command(CancelRequest(request.source, request.source_epoch, request.id))
+    if request.target:
+        turn.command(CancelRequest(request.target, request.target_epoch, request.id))
+
+
+def expire(turn: Turn) -> None:
+    """What time ends: leases and requests past their deadlines."""
+    for lease in list(turn.state.leases.values()):
+        if turn.mono_ns >= lease.expires_ns:
+            request = turn.state.requests[lease.request_id]
+            took_ms = (turn.mono_ns - lease.opened_ns) // MS
+            _fail_migration(turn, request, "deadline", f"not there after {took_ms} ms")
+    for request in list(turn.state.requests.values()):
+        if request.deadline_ns and turn.mono_ns >= request.deadline_ns:
+            waited_ms = (turn.mono_ns - request.arrived_ns) // MS
+            where = request.state.value
+            fail(turn, request, "deadline", f"still {where} after {waited_ms} ms")
+
+
+def dispatch(turn: Turn) -> None:
+    """Grants queued requests to prefill replicas and prefilled ones to decode replicas."""
+    for request in list(turn.state.requests.values()):
+        if (
+            request.state is RequestState.MIGRATING
+            and not request.lease_id
+            and turn.mono_ns >= request.retry_ns
+        ):
+            _start_migration(turn, request)
+    for request in list(turn.state.queued()):
+        if not _start_prefill(turn, request):
+            # First come, first served: nobody overtakes the one that does not fit yet.
+            break
+
+
+def _start_prefill(turn: Turn, request: Request) -> bool:
+    def load(replica: Replica) -> tuple[int, str]:
+        granted = [r for r in turn.state.requests_on(replica.id) if _is_prefilling(r)]
+        return sum(r.prompt_tokens for r in granted), replica.id
+
+    def has_room(replica: Replica) -> bool:
+        granted = sum(map(_is_prefilling, turn.state.requests_on(replica.id)))
+        need = blocks_for(request.prompt_tokens + 1, replica.block_tokens)
+        room = replica.blocks_total - turn.state.blocks_reserved(replica.id)
+        return granted < turn.policy.max_prefills_per_replica and need <= room
+
+    candidates = [r for r in _in_state(turn, ReplicaState.PREFILL) if has_room(r)]
+    if not candidates:
+        return False
+    chosen = min(candidates, key=load)
+    blocks = blocks_for(request.prompt_tokens + 1, chosen.block_tokens)
+    turn.emit(ev.PrefillStarted(request.id, chosen.id, chosen.epoch, blocks))
+    turn.command(StartPrefill(chosen.id, chosen.epoch, request.id))
+    return True
+
+
+def _is_prefilling(request: Request) -> bool:
+    return request.state is RequestState.PREFILLING
+
+
+def _in_state(turn: Turn, wanted: ReplicaState) -> list[Replica]:
+    return [r for r in turn.state.replicas.values() if r.state is wanted]
+
+
+def _start_migration(turn: Turn, request: Request) -> None:
+    output_tokens = min(request.max_tokens, turn.policy.decode_reserve_tokens)
+
+    def need(replica: Replica) -> int:
+        wanted = blocks_for(request.prompt_tokens + output_tokens, replica.block_tokens)
+        return min(wanted, replica.blocks_total)
+
+    reserved = {
+        r.id: turn.state.blocks_reserved(r.id) for r in _in_state(turn, ReplicaState.DECODE)
+    }
+    candidates = [
+        r
+        for r in _in_state(turn, ReplicaState.DECODE)
+        if reserved[r.id] + need(r) <= r.blocks_total
+    ]
+    if not candidates:
+        return
+    chosen = min(candidates, key=lambda r: (reserved[r.id], r.id))
+    lease_id = turn.state.node.next_lease
+    expires_ns = turn.mono_ns + turn.policy.lease_ttl_ms * MS
+    hop = (request.source, request.source_epoch, chosen.id, chosen.epoch)
+    turn.emit(ev.MigrationStarted(lease_id, request.id, *hop, need(chosen), expires_ns))
+    turn.command(ImportKv(lease_id, request.id, *hop, expires_ns))

@@ -1,0 +1,369 @@
+"""Every input and event of the daemon, by type id.
+
+Ids are never reused: 1-99 inputs, 100-999 events. Times are nanoseconds of the core's
+clock, sizes bytes, KV counts blocks. Only inputs that produced events are logged, right
+before them.
+"""
+
+from blitzd.events.record import Durability, Kind, Payload, record_type
+
+# Inputs: what the world told the core.
+
+
+@record_type(1, Kind.INPUT, Durability.ACK)
+class Booted(Payload, frozen=True, array_like=True):
+    """The daemon started, with this configuration. `policy` holds (name, value) pairs."""
+
+    boot_epoch: int
+    version: str
+    node: str
+    replicas: tuple[tuple[str, str], ...]
+    """(id, role) with role one of prefill, decode, spare."""
+    policy: tuple[tuple[str, int], ...]
+    adopted: tuple[tuple[str, int, int], ...] = ()
+    """(id, epoch, pid) of workers of an earlier boot that still answer."""
+
+
+@record_type(2, Kind.INPUT)
+class RequestArrived(Payload, frozen=True, array_like=True):
+    request_id: int
+    prompt_tokens: int
+    max_tokens: int
+    seed: int
+    deadline_ns: int
+
+
+@record_type(3, Kind.INPUT)
+class ClientLeft(Payload, frozen=True, array_like=True):
+    request_id: int
+
+
+@record_type(4, Kind.INPUT)
+class WorkerStarted(Payload, frozen=True, array_like=True):
+    replica: str
+    epoch: int
+    pid: int
+
+
+@record_type(5, Kind.INPUT)
+class WorkerDescribed(Payload, frozen=True, array_like=True):
+    """The worker answers on its socket."""
+
+    replica: str
+    epoch: int
+    pid: int
+
+
+@record_type(6, Kind.INPUT)
+class WorkerExited(Payload, frozen=True, array_like=True):
+    """The worker is dead, or was ended because it did not answer."""
+
+    replica: str
+    epoch: int
+    reason: str
+
+
+@record_type(7, Kind.INPUT, Durability.LAZY)
+class LoadMoved(Payload, frozen=True, array_like=True):
+    replica: str
+    epoch: int
+    layers_ready: int
+    layers_total: int
+    bytes_loaded: int
+    bytes_total: int
+
+
+@record_type(8, Kind.INPUT)
+class LoadEnded(Payload, frozen=True, array_like=True):
+    """`reason` is empty on success."""
+
+    replica: str
+    epoch: int
+    digest: str
+    source: str
+    layers_total: int
+    bytes_total: int
+    block_tokens: int
+    blocks_total: int
+    reason: str = ""
+
+
+@record_type(9, Kind.INPUT)
+class FirstTokenProduced(Payload, frozen=True, array_like=True):
+    """The prompt is computed, the first token is out, the KV is held for export."""
+
+    replica: str
+    epoch: int
+    request_id: int
+
+
+@record_type(10, Kind.INPUT)
+class ImportEnded(Payload, frozen=True, array_like=True):
+    """`fault` is empty on success, else one of no_room, source, target, deadline, protocol."""
+
+    lease_id: int
+    bytes_moved: int
+    elapsed_ns: int
+    fault: str = ""
+    reason: str = ""
+
+
+@record_type(11, Kind.INPUT)
+class GenerationEnded(Payload, frozen=True, array_like=True):
+    replica: str
+    epoch: int
+    request_id: int
+    finish: str
+    output_tokens: int
+    output_digest: str
+    """xxh3-64 of the output token ids as little-endian u32, in hex."""
+
+
+@record_type(12, Kind.INPUT)
+class RequestErrored(Payload, frozen=True, array_like=True):
+    """A worker, or a call to it, failed this request alone."""
+
+    replica: str
+    epoch: int
+    request_id: int
+    reason: str
+
+
+@record_type(13, Kind.INPUT, Durability.LAZY)
+class OccupancyReported(Payload, frozen=True, array_like=True):
+    replica: str
+    epoch: int
+    blocks_used: int
+    running: int
+
+
+@record_type(14, Kind.INPUT, Durability.LAZY)
+class Ticked(Payload, frozen=True, array_like=True):
+    """Time passed. What has expired, expires."""
+
+
+@record_type(15, Kind.INPUT, Durability.ACK)
+class StopRequested(Payload, frozen=True, array_like=True):
+    reason: str
+    deadline_ns: int
+
+
+# Events: what the core decided, and all that the state is folded from.
+
+
+@record_type(100, Kind.EVENT, Durability.ACK)
+class NodeStarted(Payload, frozen=True, array_like=True):
+    boot_epoch: int
+    version: str
+    node: str
+    policy: tuple[tuple[str, int], ...]
+
+
+@record_type(101, Kind.EVENT, Durability.ACK)
+class NodeDraining(Payload, frozen=True, array_like=True):
+    """No new request is accepted; those accepted run until the deadline."""
+
+    reason: str
+    deadline_ns: int
+
+
+@record_type(102, Kind.EVENT, Durability.ACK)
+class NodeStopped(Payload, frozen=True, array_like=True):
+    reason: str
+
+
+@record_type(110, Kind.EVENT, Durability.ACK)
+class ReplicaRegistered(Payload, frozen=True, array_like=True):
+    replica: str
+    node: str
+    role: str
+
+
+@record_type(111, Kind.EVENT, Durability.ACK)
+class WorkerSpawning(Payload, frozen=True, array_like=True):
+    """The epoch is in the log before the process exists, so that it is never used twice."""
+
+    replica: str
+    epoch: int
+
+
+@record_type(112, Kind.EVENT)
+class WorkerSpawned(Payload, frozen=True, array_like=True):
+    replica: str
+    epoch: int
+    pid: int
+
+
+@record_type(113, Kind.EVENT)
+class WorkerAttached(Payload, frozen=True, array_like=True):
+    replica: str
+    epoch: int
+    pid: int
+
+
+@record_type(114, Kind.EVENT)
+class WorkerLost(Payload, frozen=True, array_like=True):
+    """The replica fails; a new worker may be spawned from `retry_ns` on."""
+
+    replica: str
+    epoch: int
+    reason: str
+    retry_ns: int
+
+
+@record_type(115, Kind.EVENT, Durability.ACK)
+class ReplicaRetired(Payload, frozen=True, array_like=True):
+    """The configuration no longer names this replica."""
+
+    replica: str
+
+
+@record_type(120, Kind.EVENT, Durability.ACK)
+class LoadStarted(Payload, frozen=True, array_like=True):
+    replica: str
+    epoch: int
+    role: str
+    source: str
+
+
+@record_type(121, Kind.EVENT, Durability.LAZY)
+class LoadProgressed(Payload, frozen=True, array_like=True):
+    replica: str
+    epoch: int
+    layers_ready: int
+    layers_total: int
+    bytes_loaded: int
+    bytes_total: int
+
+
+@record_type(122, Kind.EVENT)
+class LoadFinished(Payload, frozen=True, array_like=True):
+    replica: str
+    epoch: int
+    digest: str
+    source: str
+    layers_total: int
+    bytes_total: int
+    block_tokens: int
+    blocks_total: int
+
+
+@record_type(123, Kind.EVENT)
+class LoadFailed(Payload, frozen=True, array_like=True):
+    replica: str
+    epoch: int
+    reason: str
+    retry_ns: int
+
+
+@record_type(124, Kind.EVENT, Durability.ACK)
+class DecodeOpened(Payload, frozen=True, array_like=True):
+    """The replica accepts inbound KV leases from here on."""
+
+    replica: str
+    epoch: int
+
+
+@record_type(200, Kind.EVENT)
+class RequestAccepted(Payload, frozen=True, array_like=True):
+    request_id: int
+    prompt_tokens: int
+    max_tokens: int
+    seed: int
+    deadline_ns: int
+
+
+@record_type(201, Kind.EVENT)
+class RequestRejected(Payload, frozen=True, array_like=True):
+    request_id: int
+    code: str
+    reason: str
+
+
+@record_type(202, Kind.EVENT)
+class PrefillStarted(Payload, frozen=True, array_like=True):
+    request_id: int
+    replica: str
+    epoch: int
+    blocks: int
+    """Reserved on the replica until the KV has left it."""
+
+
+@record_type(203, Kind.EVENT)
+class PrefillFinished(Payload, frozen=True, array_like=True):
+    request_id: int
+
+
+@record_type(204, Kind.EVENT)
+class MigrationStarted(Payload, frozen=True, array_like=True):
+    """Opens a KV lease; the target's blocks are reserved from this event on."""
+
+    lease_id: int
+    request_id: int
+    source: str
+    source_epoch: int
+    target: str
+    target_epoch: int
+    blocks: int
+    expires_ns: int
+
+
+@record_type(205, Kind.EVENT)
+class MigrationFinished(Payload, frozen=True, array_like=True):
+    lease_id: int
+    bytes_moved: int
+    elapsed_ns: int
+
+
+@record_type(206, Kind.EVENT)
+class MigrationFailed(Payload, frozen=True, array_like=True):
+    lease_id: int
+    fault: str
+    reason: str
+    retry_ns: int
+    """The request may ask for another lease from then on; 0: it may not."""
+
+
+@record_type(207, Kind.EVENT)
+class RequestFinished(Payload, frozen=True, array_like=True):
+    request_id: int
+    finish: str
+    output_tokens: int
+    output_digest: str
+
+
+@record_type(208, Kind.EVENT)
+class RequestFailed(Payload, frozen=True, array_like=True):
+    request_id: int
+    code: str
+    reason: str
+
+
+@record_type(209, Kind.EVENT)
+class RequestCancelled(Payload, frozen=True, array_like=True):
+    request_id: int
+    reason: str
+
+
+@record_type(300, Kind.EVENT, Durability.LAZY)
+class OccupancySampled(Payload, frozen=True, array_like=True):
+    replica: str
+    epoch: int
+    blocks_used: int
+    running: int
+
+
+@record_type(301, Kind.EVENT, Durability.LAZY, must_understand=False)
+class StaleNoticeIgnored(Payload, frozen=True, array_like=True):
+    """A message of an old epoch, or about a lease or request that has ended."""
+
+    notice: str
+    replica: str
+    epoch: int
+
+
+@record_type(302, Kind.EVENT, Durability.LAZY, must_understand=False)
+class StateHashed(Payload, frozen=True, array_like=True):
+    """The hash of the state right before this event; replay stops where it differs."""
+
+    state_hash: str

@@ -1,0 +1,49 @@
+"""The request machine: queued, prefilling, migrating, decoding, then exactly one end.
+
+`migrating` begins with the first token: from then on the request waits for, or has, a KV
+lease towards a decode replica. A request may end from any state before its end, since a
+client may leave and a worker may die at any time.
+"""
+
+from enum import StrEnum
+
+from blitzd.fsm.table import IllegalTransition
+
+
+class RequestState(StrEnum):
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    MIGRATING = "migrating"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    REJECTED = "rejected"
+
+
+R = RequestState
+
+ENDS = frozenset({R.FINISHED, R.FAILED, R.CANCELLED, R.REJECTED})
+
+NEXT: dict[tuple[RequestState, str], RequestState] = {
+    (R.QUEUED, "prefill"): R.PREFILLING,
+    (R.PREFILLING, "first_token"): R.MIGRATING,
+    (R.MIGRATING, "arrived"): R.DECODING,
+    # A request may end with its first token; none ends before it was computed.
+    (R.PREFILLING, "finish"): R.FINISHED,
+    (R.DECODING, "finish"): R.FINISHED,
+    **{
+        (state, trigger): end
+        for state in (R.QUEUED, R.PREFILLING, R.MIGRATING, R.DECODING)
+        for trigger, end in (("fail", R.FAILED), ("cancel", R.CANCELLED))
+    },
+}
+
+
+def next_request_state(request_id: int, state: RequestState, trigger: str) -> RequestState:
+    """The state that follows. Raises IllegalTransition."""
+    try:
+        return NEXT[state, trigger]
+    except KeyError:
+        accepted = [known for source, known in NEXT if source is state]
+        raise IllegalTransition(f"request {request_id}", state, trigger, accepted) from None

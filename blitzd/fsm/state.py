@@ -1,0 +1,272 @@
+"""The cluster's state: entities, what is derived from them, and its hash.
+
+Entities hold integers and strings only. Whatever can be computed from them (queue length,
+in-flight counts, reserved blocks, links in use) is computed, never kept beside them.
+"""
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from blitzd.fsm.request import RequestState
+from blitzd.fsm.table import ReplicaState
+
+HASH_MODULUS = 1 << 256
+
+
+class Node(msgspec.Struct):
+    """The daemon itself, under the key 0 of its table."""
+
+    name: str = ""
+    boot_epoch: int = 0
+    version: str = ""
+    phase: str = "stopped"
+    """stopped, running or draining."""
+    drain_deadline_ns: int = 0
+    policy: dict[str, int] = {}
+    tallies: dict[str, int] = {}
+    """Requests that have ended, by end, and stale notices. Ended requests leave the state."""
+    next_lease: int = 1
+
+
+class Replica(msgspec.Struct):
+    id: str
+    node: str
+    role: str
+    """What the configuration wants it to be: prefill, decode or spare."""
+    state: ReplicaState = ReplicaState.INACTIVE
+    epoch: int = 0
+    worker: str = "absent"
+    """absent, spawning, spawned or attached."""
+    pid: int = 0
+    retry_ns: int = 0
+    """No new worker and no new load before this time."""
+    failures: int = 0
+    """In a row, since the last load that succeeded."""
+    digest: str = ""
+    source: str = ""
+    layers_ready: int = 0
+    layers_total: int = 0
+    bytes_loaded: int = 0
+    bytes_total: int = 0
+    block_tokens: int = 0
+    blocks_total: int = 0
+    blocks_sampled: int = 0
+    """In use when the worker last said so."""
+    running_sampled: int = 0
+    since_seq: int = 0
+    """The event that led to this state, and what caused that event."""
+    cause_seq: int = 0
+
+
+class Request(msgspec.Struct):
+    id: int
+    state: RequestState
+    prompt_tokens: int
+    max_tokens: int
+    seed: int
+    deadline_ns: int
+    arrived_ns: int
+    source: str = ""
+    """The prefill replica, while it holds KV of this request."""
+    source_epoch: int = 0
+    source_blocks: int = 0
+    target: str = ""
+    """The decode replica, from the moment its blocks are reserved."""
+    target_epoch: int = 0
+    target_blocks: int = 0
+    lease_id: int = 0
+    retry_ns: int = 0
+
+
+class Lease(msgspec.Struct):
+    """A KV transfer under way. Its blocks are reserved on both sides."""
+
+    id: int
+    request_id: int
+    source: str
+    source_epoch: int
+    target: str
+    target_epoch: int
+    opened_ns: int
+    expires_ns: int
+
+
+Entity = Node | Replica | Request | Lease
+Key = tuple[str, str | int]
+
+
+class ClusterState:
+    """Everything the fold knows. Mutated by `fold` alone."""
+
+    def __init__(self) -> None:
+        self.seq = 0
+        self.mono_ns = 0
+        self.node = Node()
+        self.replicas: dict[str, Replica] = {}
+        self.requests: dict[int, Request] = {}
+        self.leases: dict[int, Lease] = {}
+        self._hashes: dict[Key, int] = {}
+        self._dirty: set[Key] = set()
+        self._sum = 0
+
+    # Derived.
+
+    def queued(self) -> Iterator[Request]:
+        """In order of arrival, which is the order of the table."""
+        return (r for r in self.requests.values() if r.state is RequestState.QUEUED)
+
+    def requests_on(self, replica: str) -> list[Request]:
+        """Those that hold or have reserved blocks there."""
+        return [r for r in self.requests.values() if replica in (r.source, r.target)]
+
+    def blocks_reserved(self, replica: str) -> int:
+        return sum(
+            (r.source_blocks if r.source == replica else 0)
+            + (r.target_blocks if r.target == replica else 0)
+            for r in self.requests.values()
+        )
+
+    # The hash.
+
+    def touch(self, kind: str, key: str | int) -> None:
+        """Marks an entity for hashing again. Cheap: the hash is made when it is asked for."""
+        self._dirty.add((kind, key))
+
+    def hash(self) -> str:
+        """A sum of per-entity hashes, so that its cost follows what changed and not what
+        there is. 64 hex digits."""
+        for kind, key in self._dirty:
+            old = self._hashes.pop((kind, key), 0)
+            entity = self._entity(kind, key)
+            new = 0
+            if entity is not None:
+                encoded = msgspec.msgpack.encode((kind, key, entity), order="deterministic")
+                new = int.from_bytes(blake2b(encoded, digest_size=32).digest(), "little")
+                self._hashes[kind, key] = new
+            self._sum = (self._sum + new - old) % HASH_MODULUS
+        self._dirty.clear()
+        return f"{self._sum:064x}"
+
+    def _entity(self, kind: str, key: str | int) -> Entity | None:
+        if kind == "node":
+            return self.node
+        tables: dict[str, dict[Any, Any]] = {
+            "replica": self.replicas,
+            "request": self.requests,
+            "lease": self.leases,
+        }
+        entity: Entity | None = tables[kind].get(key)
+        return entity
+
+    # Outside forms.
+
+    def to_json(self) -> dict[str, Any]:
+        """What `/admin/state` and `blitzd replay --state` show (plain JSON types)."""
+        by_state = dict.fromkeys((s.value for s in RequestState), 0) | {
+            name: count
+            for name, count in self.node.tallies.items()
+            if name in RequestState.__members__.values()
+        }
+        for request in self.requests.values():
+            by_state[request.state.value] += 1
+        queued = list(self.queued())
+        return {
+            "seq": self.seq,
+            "hash": self.hash(),
+            "node": {
+                "name": self.node.name,
+                "boot_epoch": self.node.boot_epoch,
+                "version": self.node.version,
+                "phase": self.node.phase,
+                "drain_deadline_ns": self.node.drain_deadline_ns,
+                "policy": dict(sorted(self.node.policy.items())),
+                "stale_notices": self.node.tallies.get("stale_notices", 0),
+            },
+            "replicas": [self._replica_json(r) for _, r in sorted(self.replicas.items())],
+            "queue": {
+                "requests": len(queued),
+                "tokens": sum(r.prompt_tokens for r in queued),
+            },
+            "requests": by_state,
+            "links": self._links_json(),
+        }
+
+    def _replica_json(self, replica: Replica) -> dict[str, Any]:
+        return {
+            "id": replica.id,
+            "epoch": replica.epoch,
+            "state": replica.state.value,
+            "role": replica.role,
+            "node": replica.node,
+            "worker": replica.worker,
+            "pid": replica.pid,
+            "failures": replica.failures,
+            "model_digest": replica.digest,
+            "layers_ready": replica.layers_ready,
+            "layers_total": replica.layers_total,
+            "bytes_loaded": replica.bytes_loaded,
+            "bytes_total": replica.bytes_total,
+            "source": replica.source,
+            "inflight": len(self.requests_on(replica.id)),
+            "blocks_used": replica.blocks_sampled,
+            "blocks_reserved": self.blocks_reserved(replica.id),
+            "blocks_total": replica.blocks_total,
+            "block_tokens": replica.block_tokens,
+            "since_seq": replica.since_seq,
+            "cause_seq": replica.cause_seq,
+        }
+
+    def _links_json(self) -> list[dict[str, Any]]:
+        links: dict[tuple[str, str], list[int]] = {}
+        for lease in self.leases.values():
+            links.setdefault((lease.source, lease.target), []).append(lease.id)
+        return [
+            {"source": source, "target": target, "carries": "kv", "leases": leases}
+            for (source, target), leases in sorted(links.items())
+        ]
+
+    # Snapshots.
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(
+            _Snapshot(
+                self.seq,
+                self.mono_ns,
+                self.node,
+                list(self.replicas.values()),
+                list(self.requests.values()),
+                list(self.leases.values()),
+            ),
+            order="deterministic",
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> "ClusterState":
+        """Raises msgspec.DecodeError or ValidationError when `data` is not a state."""
+        snapshot = msgspec.msgpack.decode(data, type=_Snapshot)
+        state = cls()
+        state.seq, state.mono_ns = snapshot.seq, snapshot.mono_ns
+        state.node = snapshot.node
+        state.replicas = {r.id: r for r in snapshot.replicas}
+        state.requests = {r.id: r for r in snapshot.requests}
+        state.leases = {lease.id: lease for lease in snapshot.leases}
+        state.touch("node", 0)
+        for replica in state.replicas:
+            state.touch("replica", replica)
+        for request in state.requests:
+            state.touch("request", request)
+        for lease in state.leases:
+            state.touch("lease", lease)
+        return state
+
+
+class _Snapshot(msgspec.Struct):
+    seq: int
+    mono_ns: int
+    node: Node
+    replicas: list[Replica]
+    requests: list[Request]
+    leases: list[Lease]
