@@ -1,3 +1,33 @@
 """Byte movers between workers: mapped arenas on one node, UCX between nodes.
 
-Promises: a dead or stalled peer ends its own transfers and nothing else."""
+Promises: bytes are exact or an error is raised; a dead or stalled peer ends its own
+transfers, within a second, and nothing else; when a transfer has raised, its target is not
+written any more.
+"""
+
+from blitzd.fabric.arena import SharedArena
+from blitzd.fabric.arena_server import ArenaServer
+from blitzd.fabric.errors import (
+    FabricError,
+    IdentityMismatch,
+    PeerLost,
+    SegmentError,
+    TransferTimeout,
+)
+from blitzd.fabric.identity import Identity
+from blitzd.fabric.mapped_peer import MappedPeer, MappedPeers
+from blitzd.fabric.segments import Segment
+
+__all__ = [
+    "ArenaServer",
+    "FabricError",
+    "Identity",
+    "IdentityMismatch",
+    "MappedPeer",
+    "MappedPeers",
+    "PeerLost",
+    "Segment",
+    "SegmentError",
+    "SharedArena",
+    "TransferTimeout",
+]

@@ -1,0 +1,70 @@
+"""A region of memory that other processes on this node may map, read-only.
+
+An anonymous file (memfd): it has no name to leak, outlives its creator for as long as
+someone maps it, and its seals are enforced by the kernel.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+
+import numpy as np
+
+from blitzd.fabric.segments import Bytes
+
+SEALS = (
+    fcntl.F_SEAL_SHRINK
+    | fcntl.F_SEAL_GROW
+    # Only maps that exist already may write: whoever gets the descriptor reads.
+    | getattr(fcntl, "F_SEAL_FUTURE_WRITE", 0x10)
+    | fcntl.F_SEAL_SEAL
+)
+
+
+class SharedArena:
+    """`size` bytes, zeroed, writable here and read-only for whoever receives `fd`."""
+
+    def __init__(self, size: int, *, name: str = "blitzd-arena", prefault: bool = False) -> None:
+        """`prefault` takes the memory now (about 1.5 GB/s), so that first writes are fast
+        and a machine without the memory says so here and not by SIGBUS later.
+
+        Raises ValueError for a size below 1, MemoryError when the memory is not there.
+        """
+        if size < 1:
+            raise ValueError(f"size: {size}; accepted: at least 1 byte")
+        self.size = size
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, size)
+            if prefault:
+                _reserve(self.fd, size)
+            self._mapping = mmap.mmap(self.fd, size, mmap.MAP_SHARED)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.bytes: Bytes = np.frombuffer(self._mapping, dtype=np.uint8)
+        """The arena as uint8[size], writable."""
+        if prefault:
+            self.bytes[:: mmap.PAGESIZE] = 0
+
+    @property
+    def buffer(self) -> memoryview:
+        """The arena for `torch.frombuffer` and the like: format "B", writable."""
+        return memoryview(self._mapping)
+
+    def close(self) -> None:
+        """Gives the descriptor back. The memory goes with its last view, here or elsewhere."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _reserve(fd: int, size: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise MemoryError(f"arena of {size} bytes: {error.strerror}") from error
+        raise
