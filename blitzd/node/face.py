@@ -4,7 +4,7 @@ The HTTP routes are written against `NodeFace` alone, so they run over the real 
 and over a node in virtual time.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -78,6 +78,8 @@ class ModelCard:
     created: int
     """Unix seconds."""
     context_tokens: int
+    vocab_tokens: int
+    """Token ids are in [0, vocab_tokens); prompts given as ids are checked against it."""
     digest: str
     licence: str = ""
     owned_by: str = "blitzd"
@@ -97,7 +99,8 @@ class Health:
 class ChatTokenizer(Protocol):
     """What the routes need of the model's tokenizer."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Called in another thread when the text is long: it must not change the tokenizer."""
 
     def render_chat(self, messages: list[dict[str, Any]]) -> str:
         """The prompt text for `messages`, ready to encode (specials included).
@@ -119,10 +122,10 @@ class NodeFace(Protocol):
     def state(self) -> dict[str, Any]:
         """The folded state as `/admin/state` shows it (plain JSON types)."""
 
-    def events(self, since: int, limit: int, follow: bool) -> AsyncIterator[dict[str, Any]]:
-        """Log records with seq > `since` as JSON objects {seq, wall_ns, mono_ns, kind,
-        type, cause, payload}; with `follow`, waits for more once the log's end is
-        reached."""
+    def events(self, since: int, limit: int, follow: bool) -> AsyncGenerator[dict[str, Any], None]:
+        """At most `limit` log records with seq > `since` as JSON objects {seq, wall_ns,
+        mono_ns, kind, type, cause, payload}; with `follow`, waits for more once the log's
+        end is reached. A reader that leaves early closes it."""
 
     def observations(self) -> "Observations":
         """Latency observations since the start, for histograms."""
@@ -131,7 +134,7 @@ class NodeFace(Protocol):
 @dataclass(slots=True)
 class Observations:
     """Durations that are not state, so that no fold holds them. Fed by the driver, read by
-    the metrics page. Plain lists of bucket counts, prometheus-style, cumulative."""
+    the metrics page, which adds the bucket counts up."""
 
     ttft_s: "HistogramData"
     tpot_s: "HistogramData"
@@ -144,7 +147,7 @@ class HistogramData:
     bounds: tuple[float, ...]
     """Upper bounds in seconds, ascending; +Inf is implied."""
     counts: list[int]
-    """One more than bounds."""
+    """Observations in each bucket alone; one more bucket than bounds."""
     total: float = 0.0
 
     def observe(self, value: float) -> None:
