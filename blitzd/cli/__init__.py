@@ -14,6 +14,7 @@ app.command("blitzd.cli.worker:worker", name="worker")
 app.command("blitzd.cli.model:app", name="model")
 app.command("blitzd.cli.log:app", name="log")
 app.command("blitzd.cli.replay:replay", name="replay")
+app.command("blitzd.cli.sim:app", name="sim")
 
 
 def main() -> None:

@@ -1,0 +1,108 @@
+"""`blitzd sim`: the virtual world."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import cyclopts
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import Progress
+
+from blitzd.sim import lab as lab_module
+from blitzd.sim.errors import InputError
+from blitzd.sim.report import Table, write_tables
+from blitzd.sim.requests import dump_requests, generate_fixture, load_requests
+
+app = cyclopts.App(name="sim", help="Try scheduling, placement and KV transfer in virtual time.")
+
+Positive = Annotated[int, Parameter(validator=cyclopts.validators.Number(gte=1))]
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        print(f"blitzd sim: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, for a person only."""
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _emit(
+    report: dict[str, object], tables: list[Table], as_json: bool, csv_dir: Path | None
+) -> None:
+    if csv_dir is not None:
+        write_tables(tables, csv_dir)
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    for table in tables:
+        table.print(Console())
+    print(f"report hash {report['report_hash']}")
+
+
+@app.command(help_epilogue=lab_module.HELP, help_format="plaintext")
+def batching(
+    *,
+    out: Path,
+    requests: Path | None = None,
+    batch_size: Positive = 16,
+    max_num_seqs: Positive = 32,
+    target_ttft_ms: Positive = 200,
+    seed: int = 0,
+    plot: Path | None = None,
+    json: bool = False,
+    csv: Path | None = None,
+) -> None:
+    """The scheduler lab: static against continuous batching, and the concurrency to run at.
+
+    Parameters
+    ----------
+    out
+        Directory for static.txt, compare.txt, maxseqs.txt, queue.csv, cost.txt, tune.txt.
+    requests
+        JSON list of {"prompt_tokens", "output_tokens"}. Without it 100 requests are drawn
+        from the seed and kept as requests.json beside the results.
+    batch_size
+        Slots of both static and continuous batching in compare.txt.
+    max_num_seqs
+        Slots in maxseqs.txt and queue.csv.
+    target_ttft_ms
+        What the p99 TTFT of tune.txt must not exceed.
+    seed
+        For arrivals, and for the requests when none are given.
+    plot
+        PNG of slots in use over time.
+    json
+        Print the whole report as JSON.
+    csv
+        Directory for every table as CSV.
+    """
+    options = lab_module.LabOptions(batch_size, max_num_seqs, target_ttft_ms, seed)
+    with _failures():
+        if requests is None:
+            request_list = generate_fixture(seed)
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "requests.json").write_text(dump_requests(request_list), encoding="utf-8")
+        else:
+            request_list = load_requests(requests)
+        with _progress("concurrency") as on_progress:
+            lab = lab_module.run_lab(request_list, options, on_progress)
+        lab_module.write_lab(lab, out)
+    if plot is not None:
+        from blitzd.sim.plots import plot_slots
+
+        plot_slots(lab.static, lab.continuous, batch_size, plot)
+    _emit(lab.report, lab.tables, json, csv)
