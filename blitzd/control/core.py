@@ -15,13 +15,16 @@ from blitzd.control.policy import Policy
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
 from blitzd.events.record import Payload, Record
-from blitzd.fsm import ClusterState
+from blitzd.fsm import ClusterState, IllegalEvent, IllegalTransition
 
 
 class Step(NamedTuple):
     records: list[Record]
     """To be appended before any command is performed. Empty when nothing came of it."""
     commands: list[Command]
+    fault: Exception | None = None
+    """A decision that the fold refused: a defect of ours. What was decided before it stands
+    and must be logged; the daemon lives on."""
 
 
 def _ticked(turn: Turn, _: ev.Ticked) -> None:
@@ -70,11 +73,15 @@ class Core:
         else:
             policy = Policy.of(self.state.node.policy)
         turn = Turn(self.state, payload, mono_ns, wall_ns, policy)
-        HANDLERS[type(payload)](turn, payload)
-        replicas.tend(turn)
-        requests.dispatch(turn)
-        _drain(turn)
-        return Step(turn.records, turn.commands)
+        fault: Exception | None = None
+        try:
+            HANDLERS[type(payload)](turn, payload)
+            replicas.tend(turn)
+            requests.dispatch(turn)
+            _drain(turn)
+        except (IllegalEvent, IllegalTransition) as error:
+            fault = error
+        return Step(turn.records, turn.commands, fault)
 
 
 def _drain(turn: Turn) -> None:

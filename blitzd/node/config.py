@@ -1,0 +1,35 @@
+"""What a node is told to run."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blitzd.control.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    state_dir: Path
+    model_dir: Path
+    """A prepared model."""
+    model_name: str
+    prefill: int = 1
+    decode: int = 1
+    spare: int = 1
+    node: str = "local"
+    host: str = "127.0.0.1"
+    port: int = 11236
+    admin_port: int = 11237
+    same_node: str = "map"
+    """How KV moves between workers of this node: map or ucx."""
+    kv_blocks: int = 256
+    """KV blocks of 64 tokens per replica."""
+    worker_threads: int = 1
+    pace_layer_ms: float = 0.0
+    orphan_timeout_s: float = 20.0
+    drain_s: float = 30.0
+    policy: Policy = field(default_factory=Policy)
+
+    def replicas(self) -> tuple[tuple[str, str], ...]:
+        """(id, role), ids r0, r1, ... in the order prefill, decode, spare."""
+        roles = ["prefill"] * self.prefill + ["decode"] * self.decode + ["spare"] * self.spare
+        return tuple((f"r{index}", role) for index, role in enumerate(roles))

@@ -1,0 +1,244 @@
+"""The driver: one ordered inbox, then decide, append, act (house rule 2).
+
+Every input, whatever its origin, goes through the inbox; a turn takes one, lets the core
+decide, appends what was decided, waits for the disk if a record of the turn asks for it,
+and only then performs the commands. Tokens do not pass through here: `deliver` routes
+them from a worker's step report to the clients, and turns only milestones into inputs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import structlog
+
+from blitzd.control.commands import Command, ShutDown
+from blitzd.control.core import Core
+from blitzd.events import types as ev
+from blitzd.events.record import Durability, Payload, Record
+from blitzd.fsm import Request
+from blitzd.node.face import GenerateRequest, Observations, RequestRefused
+from blitzd.node.live import LiveRequest
+from blitzd.node.ports import Clock, Journal, JournalUnavailable, Workers
+from blitzd.proto.blitzd.engine import v1 as pb
+
+INBOX_BOUND = 4096
+TICK_S = 0.05
+GROUP_SYNC_S = 0.005
+"""Half of the promised 10 ms, since the sync itself takes time."""
+
+log = structlog.get_logger()
+
+FINISHES = {pb.FinishReason.STOP: "stop", pb.FinishReason.LENGTH: "length"}
+
+
+class Driver:
+    def __init__(
+        self,
+        core: Core,
+        journal: Journal,
+        clock: Clock,
+        observations: Observations,
+        draw_seed: Callable[[], int],
+        first_request_id: int,
+    ) -> None:
+        self.core = core
+        self.observations = observations
+        self.read_only: str = ""
+        """Why the log takes no records; empty while it does."""
+        self.live: dict[int, LiveRequest] = {}
+        self.turned = anyio.Event()
+        """Set, and replaced, after each turn that changed the state."""
+        self.last_turn_ns = clock.mono_ns()
+        self._journal = journal
+        self._clock = clock
+        self._draw_seed = draw_seed
+        self._next_request_id = first_request_id
+        self._backlog: list[Record] = []
+        self._held: list[Command] = []
+        self._unsynced = anyio.Event()
+        self._inbox_in, self._inbox = anyio.create_memory_object_stream[Payload](INBOX_BOUND)
+        self._workers: Workers | None = None
+
+    async def run(self, workers: Workers) -> None:
+        """Until the core says ShutDown."""
+        self._workers = workers
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._tick)
+            tasks.start_soon(self._sync_in_groups)
+            async for payload in self._inbox:
+                if await self._turn(payload):
+                    break
+            tasks.cancel_scope.cancel()
+        await self._sync()
+
+    # Inputs.
+
+    async def post(self, payload: Payload) -> None:
+        """Waits while the inbox is full, which slows the sender and loses nothing."""
+        await self._inbox_in.send(payload)
+
+    async def generate(self, request: GenerateRequest) -> LiveRequest:
+        """Returns once the request is in the log as accepted. Raises RequestRefused."""
+        if self.read_only:
+            raise RequestRefused(
+                f"the event log takes no records: {self.read_only}", status=503, code="read_only"
+            )
+        request_id = self._next_request_id
+        self._next_request_id += 1
+        seed = self._draw_seed() if request.seed is None else request.seed
+        live = LiveRequest(request_id, request, seed, self._client_left)
+        live.submitted_ns = self._clock.mono_ns()
+        self.live[request_id] = live
+        arrival = ev.RequestArrived(
+            request_id, len(request.prompt_tokens), request.max_tokens, seed, 0
+        )
+        try:
+            await self.post(arrival)
+            await live.decided()
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True):
+                await live.cancel()
+            raise
+        return live
+
+    async def _client_left(self, request_id: int) -> None:
+        self.live.pop(request_id, None)
+        await self.post(ev.ClientLeft(request_id))
+
+    async def deliver(self, replica: str, epoch: int, report: pb.StepReport) -> None:
+        """Routes one step's tokens to their clients and its milestones to the inbox."""
+        now = self._clock.mono_ns()
+        rows = zip(report.request_ids, report.token_ids, report.texts, report.finish, strict=True)
+        for request_id, token_id, text, finish in rows:
+            live = self.live.get(request_id)
+            request = self.core.state.requests.get(request_id)
+            if live is None or request is None or not _owns(request, replica, epoch):
+                # Ended meanwhile, or a message of an old epoch; the core counts the latter
+                # when the milestone comes.
+                continue
+            self._observe(live, now)
+            live.push(text, token_id)
+            if finish is pb.FinishReason.HELD:
+                await self.post(ev.FirstTokenProduced(replica, epoch, request_id))
+            elif finish in FINISHES:
+                ended = (FINISHES[finish], len(live.output), live.output_digest())
+                await self.post(ev.GenerationEnded(replica, epoch, request_id, *ended))
+        for request_id, error in zip(report.failed_ids, report.errors, strict=True):
+            await self.post(ev.RequestErrored(replica, epoch, request_id, error))
+        occupancy = (report.blocks_used, report.running)
+        known = self.core.state.replicas.get(replica)
+        if known is None or (known.blocks_sampled, known.running_sampled) != occupancy:
+            await self.post(ev.OccupancyReported(replica, epoch, *occupancy))
+
+    def _observe(self, live: LiveRequest, now: int) -> None:
+        if live.output:
+            self.observations.tpot_s.observe((now - live.last_token_ns) / 1e9)
+        else:
+            live.first_token_ns = now
+            self.observations.ttft_s.observe((now - live.submitted_ns) / 1e9)
+        live.last_token_ns = now
+
+    # Turns.
+
+    async def _turn(self, payload: Payload) -> bool:
+        """One input. True when the daemon is to stop."""
+        self.last_turn_ns = self._clock.mono_ns()
+        step = self.core.step(payload, self.last_turn_ns, self._clock.wall_ns())
+        if step.fault is not None:
+            log.error("decision refused by the fold", input=repr(payload), error=str(step.fault))
+        if step.records:
+            self._append(step.records)
+        if any(r.payload.durability is Durability.ACK for r in step.records):
+            await self._sync()
+            if self.read_only:
+                # Nothing acts on a decision that is not on disk.
+                self._held.extend(step.commands)
+                step = step._replace(commands=[])
+        stop = False
+        for command in step.commands:
+            stop |= isinstance(command, ShutDown)
+            self._perform(command)
+        for record in step.records:
+            self._tell(record.payload)
+        if step.records:
+            self.turned.set()
+            self.turned = anyio.Event()
+        return stop
+
+    def _append(self, records: list[Record]) -> None:
+        self._backlog.extend(records)
+        try:
+            self._journal.append(self._backlog)
+        except JournalUnavailable as error:
+            if not self.read_only:
+                log.error("the event log takes no records; serving on", reason=str(error))
+            self.read_only = str(error)
+            return
+        self._backlog.clear()
+        self._unsynced.set()
+        if self.read_only:
+            log.info("the event log takes records again")
+            self.read_only = ""
+            held, self._held = self._held, []
+            for command in held:
+                self._perform(command)
+
+    async def _sync(self) -> None:
+        self._unsynced = anyio.Event()
+        try:
+            await self._journal.sync()
+        except JournalUnavailable as error:
+            self.read_only = str(error)
+
+    async def _sync_in_groups(self) -> None:
+        while True:
+            await self._unsynced.wait()
+            await anyio.sleep(GROUP_SYNC_S)
+            await self._sync()
+
+    async def _tick(self) -> None:
+        while True:
+            await anyio.sleep(TICK_S)
+            if self._backlog:
+                self._append([])
+            await self.post(ev.Ticked())
+
+    def _perform(self, command: Command) -> None:
+        assert self._workers is not None
+        self._workers.perform(command, self.live.get(getattr(command, "request_id", 0)))
+
+    def _tell(self, event: Payload) -> None:
+        """Lets clients know what was decided about their requests."""
+        teller = TELLERS.get(type(event))
+        if teller is None:
+            return
+        live = self.live.get(event.request_id)  # type: ignore[attr-defined]
+        if live is None:
+            return
+        teller(live, event)
+        if type(event) is ev.RequestAccepted:
+            return
+        if type(event) is ev.PrefillStarted:
+            waited = self._clock.mono_ns() - live.submitted_ns
+            self.observations.queue_s.observe(waited / 1e9)
+            return
+        if type(event) is ev.RequestFinished:
+            took = self._clock.mono_ns() - live.submitted_ns
+            self.observations.e2e_s.observe(took / 1e9)
+        self.live.pop(live.request_id, None)
+
+
+def _owns(request: Request, replica: str, epoch: int) -> bool:
+    on = (replica, epoch)
+    return on in ((request.source, request.source_epoch), (request.target, request.target_epoch))
+
+
+TELLERS: dict[type[Payload], Callable[[LiveRequest, Any], None]] = {
+    ev.RequestAccepted: lambda live, event: live.accept(),
+    ev.PrefillStarted: lambda live, event: None,
+    ev.RequestRejected: lambda live, event: live.refuse(event.code, event.reason),
+    ev.RequestFinished: lambda live, event: live.finish(event.finish),
+    ev.RequestFailed: lambda live, event: live.fail(event.code, event.reason),
+    ev.RequestCancelled: lambda live, event: live.fail("cancelled", event.reason),
+}

@@ -1,0 +1,145 @@
+"""Calls to one worker: each a coroutine that turns the answer, or its absence, into an
+input for the driver."""
+
+import asyncio
+from typing import Protocol
+
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError, StreamTerminatedError
+
+from blitzd.control import commands as cmd
+from blitzd.events import types as ev
+from blitzd.events.record import Payload
+from blitzd.node.live import LiveRequest
+from blitzd.proto.blitzd.engine import v1 as pb
+
+LOAD_DEADLINE_S = 600.0
+CALL_DEADLINE_S = 5.0
+
+# What a call to a worker can raise: its answer is an error, or there is no answer.
+CallFailed = (GRPCError, StreamTerminatedError, OSError, TimeoutError)
+
+FAULTS = {
+    Status.RESOURCE_EXHAUSTED: "no_room",
+    Status.UNAVAILABLE: "source",
+    Status.NOT_FOUND: "source",
+    Status.DEADLINE_EXCEEDED: "deadline",
+}
+
+
+class Reports(Protocol):
+    """Where workers' answers go: the driver."""
+
+    async def post(self, payload: Payload) -> None: ...
+
+    async def deliver(self, replica: str, epoch: int, report: pb.StepReport) -> None: ...
+
+
+def describe_failure(error: BaseException) -> str:
+    if isinstance(error, GRPCError):
+        return f"{error.status.name.lower()}: {error.message or 'no message'}"
+    if isinstance(error, TimeoutError):
+        return "no answer within the deadline"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+class WorkerCalls:
+    """The calls of one epoch of one replica."""
+
+    def __init__(self, replica: str, epoch: int, stub: pb.EngineStub, reports: Reports) -> None:
+        self._replica = replica
+        self._epoch = epoch
+        self._stub = stub
+        self._reports = reports
+
+    async def load(self, model_path: str, blocks_total: int) -> None:
+        request = pb.LoadModelRequest(model_path=model_path, blocks_total=blocks_total)
+        last = pb.LoadProgress()
+        reason = "the worker's load stream ended early"
+        try:
+            async with asyncio.timeout(LOAD_DEADLINE_S):
+                async for last in self._stub.load_model(request):
+                    if not last.digest:
+                        await self._reports.post(self._load_moved(last))
+            if last.digest:
+                reason = ""
+        except CallFailed as error:
+            reason = describe_failure(error)
+        await self._reports.post(self._load_ended(last, reason))
+
+    def _load_moved(self, progress: pb.LoadProgress) -> ev.LoadMoved:
+        return ev.LoadMoved(
+            self._replica,
+            self._epoch,
+            progress.layers_ready,
+            progress.layers_total,
+            progress.bytes_loaded,
+            progress.bytes_total,
+        )
+
+    def _load_ended(self, progress: pb.LoadProgress, reason: str) -> ev.LoadEnded:
+        return ev.LoadEnded(
+            self._replica,
+            self._epoch,
+            progress.digest,
+            progress.source,
+            progress.layers_total,
+            progress.bytes_total,
+            progress.block_tokens,
+            progress.blocks_total,
+            reason,
+        )
+
+    async def prefill(self, live: LiveRequest) -> None:
+        # With a single token to make there is nothing to hand over.
+        call = pb.PrefillRequest(request=wire_request(live), hold=live.request.max_tokens > 1)
+        try:
+            await self._stub.prefill(call, timeout=CALL_DEADLINE_S)
+        except CallFailed as error:
+            why = describe_failure(error)
+            await self._reports.post(
+                ev.RequestErrored(self._replica, self._epoch, live.request_id, why)
+            )
+
+    async def import_kv(
+        self,
+        command: cmd.ImportKv,
+        live: LiveRequest,
+        source_endpoint: str,
+        transport: pb.Transport,
+    ) -> None:
+        call = pb.ImportKvRequest(
+            request=wire_request(live),
+            lease_id=command.lease_id,
+            source_replica=command.source,
+            source_epoch=command.source_epoch,
+            source_endpoint=source_endpoint,
+            transport=transport,
+        )
+        try:
+            # The lease's expiry is the deadline; this one only bounds the call.
+            reply = await self._stub.import_kv(call, timeout=2 * CALL_DEADLINE_S)
+            ended = ev.ImportEnded(command.lease_id, reply.bytes_moved, reply.elapsed_ns)
+        except CallFailed as error:
+            status = error.status if isinstance(error, GRPCError) else None
+            fault = FAULTS.get(status, "target") if status else "target"
+            ended = ev.ImportEnded(command.lease_id, 0, 0, fault, describe_failure(error))
+        await self._reports.post(ended)
+
+
+def wire_request(live: LiveRequest) -> pb.Request:
+    request = live.request
+    return pb.Request(
+        request_id=live.request_id,
+        prompt_tokens=list(request.prompt_tokens),
+        output_tokens=list(live.output),
+        max_tokens=request.max_tokens,
+        sampling=pb.Sampling(
+            temperature=request.temperature,
+            seed=live.seed,
+            stop=list(request.stop),
+            stop_token_ids=list(request.stop_token_ids),
+            ignore_eos=request.ignore_eos,
+            min_tokens=request.min_tokens,
+        ),
+    )

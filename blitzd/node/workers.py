@@ -1,0 +1,300 @@
+"""The node's real workers: processes on this machine, spoken to over unix sockets.
+
+Each command becomes a task with a deadline; what comes of it goes back to the driver as
+an input. Tasks of a worker end with it.
+"""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import structlog
+from grpclib.client import Channel
+
+from blitzd.control import commands as cmd
+from blitzd.events import types as ev
+from blitzd.node.config import NodeConfig
+from blitzd.node.live import LiveRequest
+from blitzd.node.worker_calls import (
+    CALL_DEADLINE_S,
+    CallFailed,
+    Reports,
+    WorkerCalls,
+    describe_failure,
+)
+from blitzd.node.worker_process import WorkerProcess
+from blitzd.proto.blitzd.engine import v1 as pb
+
+START_DEADLINE_S = 30.0
+HEALTH_PERIOD_S = 1.0
+HANG_DEADLINE_S = 10.0
+"""A worker that has not answered for that long is ended: it may be stopped or stuck."""
+END_GRACE_S = 3.0
+
+log = structlog.get_logger()
+
+
+class Worker:
+    """One epoch of one replica: its process, its channel, its tasks."""
+
+    def __init__(self, replica: str, epoch: int, socket: Path, reports: Reports) -> None:
+        self.replica = replica
+        self.epoch = epoch
+        self.socket = socket
+        self.process: WorkerProcess | None = None
+        self.channel = Channel(path=str(socket))
+        self.stub = pb.EngineStub(self.channel)
+        self.calls = WorkerCalls(replica, epoch, self.stub, reports)
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.ending = False
+        self.why = ""
+        """Why we ended it, if it was us."""
+
+    def start(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a worker's task failed", replica=self.replica, exc_info=task.exception())
+
+    def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        self.channel.close()
+
+
+class WorkerPool:
+    """Carries out the core's commands on real workers (`ports.Workers`)."""
+
+    def __init__(self, config: NodeConfig, runtime_dir: Path, reports: Reports) -> None:
+        self._config = config
+        self._runtime_dir = runtime_dir
+        self._reports = reports
+        self._workers: dict[tuple[str, int], Worker] = {}
+        self._posting: set[asyncio.Task[None]] = set()
+        self._performers: dict[type, Callable[..., None]] = {
+            cmd.SpawnWorker: self._spawn,
+            cmd.EndWorker: self._end,
+            cmd.ResetWorker: self._reset,
+            cmd.LoadModel: self._load,
+            cmd.StartPrefill: self._prefill,
+            cmd.ImportKv: self._import,
+            cmd.ReleaseKv: self._release,
+            cmd.CancelRequest: self._cancel,
+            cmd.ShutDown: lambda command, live: None,
+        }
+
+    def perform(self, command: cmd.Command, live: LiveRequest | None) -> None:
+        self._performers[type(command)](command, live)
+
+    async def close(self) -> None:
+        """Ends every worker. Returns when the processes are gone."""
+        async with asyncio.TaskGroup() as ends:
+            for worker in list(self._workers.values()):
+                worker.ending = True
+                if worker.process is not None:
+                    ends.create_task(worker.process.end(END_GRACE_S))
+        for worker in self._workers.values():
+            worker.close()
+
+    # Life of a worker.
+
+    def _socket(self, replica: str, epoch: int) -> Path:
+        return self._runtime_dir / f"{replica}-{epoch}.sock"
+
+    def _spawn(self, command: cmd.SpawnWorker, live: None) -> None:
+        worker = self._enlist(command.replica, command.epoch)
+        name = f"{command.replica}-{command.epoch}"
+        argv = [
+            *(sys.executable, "-m", "blitzd", "worker"),
+            *("--id", command.replica, "--epoch", str(command.epoch)),
+            *("--socket", str(worker.socket)),
+            *("--threads", str(self._config.worker_threads)),
+            *("--pace-layer-ms", str(self._config.pace_layer_ms)),
+            *("--orphan-timeout", str(self._config.orphan_timeout_s)),
+        ]
+        log_path = self._config.state_dir / "workers" / f"{name}.log"
+        try:
+            worker.process = WorkerProcess.start(argv, log_path, self._exit_of(worker))
+        except OSError as error:
+            self._exit_of(worker)(f"could not be started: {error}")
+            return
+        worker.start(self._attach(worker))
+
+    def _enlist(self, replica: str, epoch: int) -> Worker:
+        worker = Worker(replica, epoch, self._socket(replica, epoch), self._reports)
+        self._workers[replica, epoch] = worker
+        return worker
+
+    def _exit_of(self, worker: Worker) -> Callable[[str], None]:
+        def exited(how: str) -> None:
+            self._workers.pop((worker.replica, worker.epoch), None)
+            worker.socket.unlink(missing_ok=True)
+            worker.close()
+            if not worker.ending:
+                reason = f"{how} ({worker.why})" if worker.why else how
+                log.warning("worker lost", replica=worker.replica, epoch=worker.epoch, how=reason)
+                lost = ev.WorkerExited(worker.replica, worker.epoch, reason)
+                task = asyncio.ensure_future(self._reports.post(lost))
+                self._posting.add(task)
+                task.add_done_callback(self._posting.discard)
+
+        return exited
+
+    async def _attach(self, worker: Worker) -> None:
+        assert worker.process is not None
+        started = ev.WorkerStarted(worker.replica, worker.epoch, worker.process.pid)
+        await self._reports.post(started)
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                while not worker.socket.exists():  # noqa: ASYNC110 - a file has no event
+                    await asyncio.sleep(0.01)
+                described = await worker.stub.describe(pb.DescribeRequest())
+        except CallFailed as error:
+            self._give_up(worker, f"did not come up: {describe_failure(error)}")
+            return
+        await self._attached(worker, described)
+
+    async def _attached(self, worker: Worker, described: pb.DescribeReply) -> None:
+        await self._reports.post(ev.WorkerDescribed(worker.replica, worker.epoch, described.pid))
+        worker.start(self._watch(worker))
+        worker.start(self._check_health(worker))
+
+    def _give_up(self, worker: Worker, why: str) -> None:
+        """Kills what does not answer; its exit then takes the usual way."""
+        worker.why = why
+        if worker.process is not None:
+            worker.process.signal(signal.SIGKILL)
+
+    async def _watch(self, worker: Worker) -> None:
+        try:
+            async for report in worker.stub.watch(pb.WatchRequest()):
+                await self._reports.deliver(worker.replica, worker.epoch, report)
+            why = "ended its token stream"
+        except CallFailed as error:
+            why = f"token stream broke: {describe_failure(error)}"
+        # Without the stream its tokens are lost, so it cannot be used any more. When it
+        # died, its exit is noticed by itself and this is only another witness.
+        self._give_up(worker, why)
+
+    async def _check_health(self, worker: Worker) -> None:
+        loop = asyncio.get_running_loop()
+        answered = loop.time()
+        while True:
+            await asyncio.sleep(HEALTH_PERIOD_S)
+            try:
+                await worker.stub.health(pb.HealthRequest(), timeout=HEALTH_PERIOD_S)
+                answered = loop.time()
+            except CallFailed as error:
+                if loop.time() - answered > HANG_DEADLINE_S:
+                    silent = f"silent for {HANG_DEADLINE_S:.0f} s: {describe_failure(error)}"
+                    self._give_up(worker, silent)
+                    return
+
+    def _end(self, command: cmd.EndWorker, live: None) -> None:
+        worker = self._workers.get((command.replica, command.epoch))
+        if worker is not None and worker.process is not None:
+            worker.ending = True
+            worker.start(worker.process.end(END_GRACE_S))
+
+    # Adoption.
+
+    async def adopt(self, replica: str, epoch: int, pid: int, digest: str) -> bool:
+        """Takes over a worker of an earlier boot if it lives, is who the log says, and has
+        the model that is wanted (empty: none). Ends it otherwise."""
+        worker = self._enlist(replica, epoch)
+        try:
+            worker.process = WorkerProcess(pid, self._exit_of(worker))
+        except ProcessLookupError:
+            self._forget(worker)
+            return False
+        try:
+            described = await worker.stub.describe(pb.DescribeRequest(), timeout=CALL_DEADLINE_S)
+        except CallFailed:
+            described = pb.DescribeReply()
+        identity = (described.replica_id, described.epoch, described.pid)
+        if identity == (replica, epoch, pid) and described.model_digest == digest:
+            return True
+        worker.ending = True
+        if _runs_as(pid, replica, epoch):
+            await worker.process.end(END_GRACE_S)
+        self._forget(worker)
+        return False
+
+    def _forget(self, worker: Worker) -> None:
+        self._workers.pop((worker.replica, worker.epoch), None)
+        worker.close()
+
+    def _reset(self, command: cmd.ResetWorker, live: None) -> None:
+        worker = self._workers[command.replica, command.epoch]
+        worker.start(self._reset_and_watch(worker))
+
+    async def _reset_and_watch(self, worker: Worker) -> None:
+        try:
+            await worker.stub.reset(pb.ResetRequest(), timeout=CALL_DEADLINE_S)
+        except CallFailed as error:
+            self._give_up(worker, f"could not be reset: {describe_failure(error)}")
+            return
+        worker.start(self._watch(worker))
+        worker.start(self._check_health(worker))
+
+    # Commands to a worker that runs. One that has died meanwhile is not missed here: its
+    # exit is an input of its own.
+
+    def _load(self, command: cmd.LoadModel, live: None) -> None:
+        worker = self._workers.get((command.replica, command.epoch))
+        if worker is not None:
+            path = str(self._config.model_dir)
+            worker.start(worker.calls.load(path, self._config.kv_blocks))
+
+    def _prefill(self, command: cmd.StartPrefill, live: LiveRequest | None) -> None:
+        worker = self._workers.get((command.replica, command.epoch))
+        if worker is not None and live is not None:
+            worker.start(worker.calls.prefill(live))
+
+    def _import(self, command: cmd.ImportKv, live: LiveRequest | None) -> None:
+        worker = self._workers.get((command.target, command.target_epoch))
+        if worker is not None and live is not None:
+            source = str(self._socket(command.source, command.source_epoch))
+            ucx = self._config.same_node == "ucx"
+            transport = pb.Transport.UCX if ucx else pb.Transport.MAP
+            worker.start(worker.calls.import_kv(command, live, source, transport))
+
+    def _release(self, command: cmd.ReleaseKv, live: LiveRequest | None) -> None:
+        worker = self._workers.get((command.replica, command.epoch))
+        if worker is not None:
+            call = pb.ReleaseKvRequest(request_ids=[command.request_id])
+            worker.start(
+                self._insist(worker, worker.stub.release_kv(call, timeout=CALL_DEADLINE_S))
+            )
+
+    def _cancel(self, command: cmd.CancelRequest, live: LiveRequest | None) -> None:
+        worker = self._workers.get((command.replica, command.epoch))
+        if worker is not None:
+            call = pb.CancelRequest(request_ids=[command.request_id])
+            worker.start(self._insist(worker, worker.stub.cancel(call, timeout=CALL_DEADLINE_S)))
+
+    async def _insist(self, worker: Worker, call: Awaitable[object]) -> None:
+        """For calls that must take effect, or blocks leak: a worker that does not take them
+        is not usable any more."""
+        try:
+            await call
+        except CallFailed as error:
+            self._give_up(worker, f"did not free a request: {describe_failure(error)}")
+
+
+def _runs_as(pid: int, replica: str, epoch: int) -> bool:
+    """Whether `pid` is that worker and not a stranger that got its number."""
+    try:
+        argv = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    except OSError:
+        return False
+    return "worker" in argv and all(
+        argv[argv.index(name) + 1] == value if name in argv else False
+        for name, value in (("--id", replica), ("--epoch", str(epoch)))
+    )
