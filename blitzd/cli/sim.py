@@ -12,14 +12,18 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
+from blitzd.sim import kv as kv_module
 from blitzd.sim import lab as lab_module
 from blitzd.sim.errors import InputError
-from blitzd.sim.report import Table, write_tables
+from blitzd.sim.hardware import Link, find_gpu
+from blitzd.sim.models import find_model
+from blitzd.sim.report import Table, sealed, write_tables
 from blitzd.sim.requests import dump_requests, generate_fixture, load_requests
 
 app = cyclopts.App(name="sim", help="Try scheduling, placement and KV transfer in virtual time.")
 
 Positive = Annotated[int, Parameter(validator=cyclopts.validators.Number(gte=1))]
+PositiveFloat = Annotated[float, Parameter(validator=cyclopts.validators.Number(gt=0))]
 
 
 @contextmanager
@@ -106,3 +110,52 @@ def batching(
 
         plot_slots(lab.static, lab.continuous, batch_size, plot)
     _emit(lab.report, lab.tables, json, csv)
+
+
+@app.command(help_epilogue=kv_module.HELP, help_format="plaintext")
+def kv(
+    *,
+    model: str | None = None,
+    tokens: Positive = 1000,
+    gpu: str = "h100",
+    tp: Positive | None = None,
+    rate: PositiveFloat = 10.0,
+    link_gbps: PositiveFloat | None = None,
+    json: bool = False,
+    csv: Path | None = None,
+) -> None:
+    """What handing a request's KV over costs. Without a model: the placement document's tables.
+
+    Parameters
+    ----------
+    model
+        A built-in model, or a Hugging Face config.json.
+    tokens
+        Prompt length.
+    gpu
+        A built-in GPU, or a JSON file of one.
+    tp
+        Tensor parallel size of the prefill; the fewest GPUs that hold the model if not given.
+    rate
+        Requests per second, for the network rate needed.
+    link_gbps
+        One more link, of so many Gb/s.
+    json
+        Print the report as JSON.
+    csv
+        Directory for every table as CSV.
+    """
+    with _failures():
+        accelerator = find_gpu(gpu)
+        if model is None:
+            tables = kv_module.default_tables(accelerator)
+            report: dict[str, object] = {table.title: table.as_dicts() for table in tables}
+        else:
+            shape = find_model(model)
+            size = tp or kv_module.smallest_tp(shape, accelerator)
+            extra = (
+                [] if link_gbps is None else [Link(f"{link_gbps:g}g", link_gbps / 8 * 1e9, 2e-5)]
+            )
+            account = kv_module.account(shape, accelerator, size, tokens, rate, extra)
+            report, tables = account.report, account.tables
+        _emit(sealed(report), tables, json, csv)
