@@ -25,6 +25,8 @@ def generate(destination: Path) -> None:
             *map(str, sources),
         ],
         check=True,
+        # The compiler leaves out package files that it finds below the working directory.
+        cwd=destination,
         env={"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"},
     )
 

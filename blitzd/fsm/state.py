@@ -109,7 +109,7 @@ class ClusterState:
         self.requests: dict[int, Request] = {}
         self.leases: dict[int, Lease] = {}
         self._hashes: dict[Key, int] = {}
-        self._dirty: set[Key] = set()
+        self._dirty: set[Key] = {("node", 0)}
         self._sum = 0
 
     # Derived.
@@ -253,7 +253,6 @@ class ClusterState:
         state.replicas = {r.id: r for r in snapshot.replicas}
         state.requests = {r.id: r for r in snapshot.requests}
         state.leases = {lease.id: lease for lease in snapshot.leases}
-        state.touch("node", 0)
         for replica in state.replicas:
             state.touch("replica", replica)
         for request in state.requests:
