@@ -138,10 +138,14 @@ default_message_pool.register_message("blitzd.engine.v1", "CancelReply", CancelR
 
 @dataclass(eq=False, repr=False)
 class CancelRequest(betterproto2.Message):
-    request_ids: "list[int]" = betterproto2.field(1, betterproto2.TYPE_UINT64, repeated=True)
+    request_ids: "list[int]" = betterproto2.field(
+        1, betterproto2.TYPE_UINT64, repeated=True
+    )
 
 
-default_message_pool.register_message("blitzd.engine.v1", "CancelRequest", CancelRequest)
+default_message_pool.register_message(
+    "blitzd.engine.v1", "CancelRequest", CancelRequest
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -176,7 +180,9 @@ class DescribeReply(betterproto2.Message):
     running: "int" = betterproto2.field(13, betterproto2.TYPE_UINT32)
 
 
-default_message_pool.register_message("blitzd.engine.v1", "DescribeReply", DescribeReply)
+default_message_pool.register_message(
+    "blitzd.engine.v1", "DescribeReply", DescribeReply
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -184,7 +190,9 @@ class DescribeRequest(betterproto2.Message):
     pass
 
 
-default_message_pool.register_message("blitzd.engine.v1", "DescribeRequest", DescribeRequest)
+default_message_pool.register_message(
+    "blitzd.engine.v1", "DescribeRequest", DescribeRequest
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -194,7 +202,9 @@ class ExportKvReply(betterproto2.Message):
     positions [0, tokens) are there
     """
 
-    block_ids: "list[int]" = betterproto2.field(2, betterproto2.TYPE_UINT32, repeated=True)
+    block_ids: "list[int]" = betterproto2.field(
+        2, betterproto2.TYPE_UINT32, repeated=True
+    )
     """
     in the source's arena
     """
@@ -210,7 +220,9 @@ class ExportKvReply(betterproto2.Message):
     """
 
 
-default_message_pool.register_message("blitzd.engine.v1", "ExportKvReply", ExportKvReply)
+default_message_pool.register_message(
+    "blitzd.engine.v1", "ExportKvReply", ExportKvReply
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -244,7 +256,9 @@ class ExportKvRequest(betterproto2.Message):
     """
 
 
-default_message_pool.register_message("blitzd.engine.v1", "ExportKvRequest", ExportKvRequest)
+default_message_pool.register_message(
+    "blitzd.engine.v1", "ExportKvRequest", ExportKvRequest
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -265,7 +279,9 @@ class HealthRequest(betterproto2.Message):
     pass
 
 
-default_message_pool.register_message("blitzd.engine.v1", "HealthRequest", HealthRequest)
+default_message_pool.register_message(
+    "blitzd.engine.v1", "HealthRequest", HealthRequest
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -275,12 +291,16 @@ class ImportKvReply(betterproto2.Message):
     elapsed_ns: "int" = betterproto2.field(2, betterproto2.TYPE_UINT64)
 
 
-default_message_pool.register_message("blitzd.engine.v1", "ImportKvReply", ImportKvReply)
+default_message_pool.register_message(
+    "blitzd.engine.v1", "ImportKvReply", ImportKvReply
+)
 
 
 @dataclass(eq=False, repr=False)
 class ImportKvRequest(betterproto2.Message):
-    request: "Request | None" = betterproto2.field(1, betterproto2.TYPE_MESSAGE, optional=True)
+    request: "Request | None" = betterproto2.field(
+        1, betterproto2.TYPE_MESSAGE, optional=True
+    )
 
     lease_id: "int" = betterproto2.field(2, betterproto2.TYPE_UINT64)
 
@@ -298,7 +318,9 @@ class ImportKvRequest(betterproto2.Message):
     )
 
 
-default_message_pool.register_message("blitzd.engine.v1", "ImportKvRequest", ImportKvRequest)
+default_message_pool.register_message(
+    "blitzd.engine.v1", "ImportKvRequest", ImportKvRequest
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -314,7 +336,9 @@ class LoadModelRequest(betterproto2.Message):
     """
 
 
-default_message_pool.register_message("blitzd.engine.v1", "LoadModelRequest", LoadModelRequest)
+default_message_pool.register_message(
+    "blitzd.engine.v1", "LoadModelRequest", LoadModelRequest
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -355,7 +379,9 @@ default_message_pool.register_message("blitzd.engine.v1", "PrefillReply", Prefil
 
 @dataclass(eq=False, repr=False)
 class PrefillRequest(betterproto2.Message):
-    request: "Request | None" = betterproto2.field(1, betterproto2.TYPE_MESSAGE, optional=True)
+    request: "Request | None" = betterproto2.field(
+        1, betterproto2.TYPE_MESSAGE, optional=True
+    )
 
     hold: "bool" = betterproto2.field(2, betterproto2.TYPE_BOOL)
     """
@@ -363,7 +389,9 @@ class PrefillRequest(betterproto2.Message):
     """
 
 
-default_message_pool.register_message("blitzd.engine.v1", "PrefillRequest", PrefillRequest)
+default_message_pool.register_message(
+    "blitzd.engine.v1", "PrefillRequest", PrefillRequest
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -371,24 +399,34 @@ class ReleaseKvReply(betterproto2.Message):
     released: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
 
 
-default_message_pool.register_message("blitzd.engine.v1", "ReleaseKvReply", ReleaseKvReply)
+default_message_pool.register_message(
+    "blitzd.engine.v1", "ReleaseKvReply", ReleaseKvReply
+)
 
 
 @dataclass(eq=False, repr=False)
 class ReleaseKvRequest(betterproto2.Message):
-    request_ids: "list[int]" = betterproto2.field(1, betterproto2.TYPE_UINT64, repeated=True)
+    request_ids: "list[int]" = betterproto2.field(
+        1, betterproto2.TYPE_UINT64, repeated=True
+    )
 
 
-default_message_pool.register_message("blitzd.engine.v1", "ReleaseKvRequest", ReleaseKvRequest)
+default_message_pool.register_message(
+    "blitzd.engine.v1", "ReleaseKvRequest", ReleaseKvRequest
+)
 
 
 @dataclass(eq=False, repr=False)
 class Request(betterproto2.Message):
     request_id: "int" = betterproto2.field(1, betterproto2.TYPE_UINT64)
 
-    prompt_tokens: "list[int]" = betterproto2.field(2, betterproto2.TYPE_UINT32, repeated=True)
+    prompt_tokens: "list[int]" = betterproto2.field(
+        2, betterproto2.TYPE_UINT32, repeated=True
+    )
 
-    output_tokens: "list[int]" = betterproto2.field(3, betterproto2.TYPE_UINT32, repeated=True)
+    output_tokens: "list[int]" = betterproto2.field(
+        3, betterproto2.TYPE_UINT32, repeated=True
+    )
     """
     produced before, elsewhere
     """
@@ -398,7 +436,9 @@ class Request(betterproto2.Message):
     of output, those before included
     """
 
-    sampling: "Sampling | None" = betterproto2.field(5, betterproto2.TYPE_MESSAGE, optional=True)
+    sampling: "Sampling | None" = betterproto2.field(
+        5, betterproto2.TYPE_MESSAGE, optional=True
+    )
 
 
 default_message_pool.register_message("blitzd.engine.v1", "Request", Request)
@@ -434,7 +474,9 @@ class Sampling(betterproto2.Message):
 
     stop: "list[str]" = betterproto2.field(3, betterproto2.TYPE_STRING, repeated=True)
 
-    stop_token_ids: "list[int]" = betterproto2.field(4, betterproto2.TYPE_UINT32, repeated=True)
+    stop_token_ids: "list[int]" = betterproto2.field(
+        4, betterproto2.TYPE_UINT32, repeated=True
+    )
 
     ignore_eos: "bool" = betterproto2.field(5, betterproto2.TYPE_BOOL)
 
@@ -448,21 +490,29 @@ default_message_pool.register_message("blitzd.engine.v1", "Sampling", Sampling)
 class StepReport(betterproto2.Message):
     step: "int" = betterproto2.field(1, betterproto2.TYPE_UINT64)
 
-    request_ids: "list[int]" = betterproto2.field(2, betterproto2.TYPE_UINT64, repeated=True)
+    request_ids: "list[int]" = betterproto2.field(
+        2, betterproto2.TYPE_UINT64, repeated=True
+    )
     """
     One row per token of this step.
     """
 
-    token_ids: "list[int]" = betterproto2.field(3, betterproto2.TYPE_UINT32, repeated=True)
+    token_ids: "list[int]" = betterproto2.field(
+        3, betterproto2.TYPE_UINT32, repeated=True
+    )
 
     texts: "list[str]" = betterproto2.field(4, betterproto2.TYPE_STRING, repeated=True)
     """
     what this token made certain; may be empty
     """
 
-    finish: "list[FinishReason]" = betterproto2.field(5, betterproto2.TYPE_ENUM, repeated=True)
+    finish: "list[FinishReason]" = betterproto2.field(
+        5, betterproto2.TYPE_ENUM, repeated=True
+    )
 
-    failed_ids: "list[int]" = betterproto2.field(6, betterproto2.TYPE_UINT64, repeated=True)
+    failed_ids: "list[int]" = betterproto2.field(
+        6, betterproto2.TYPE_UINT64, repeated=True
+    )
     """
     Requests that failed in this step, and why.
     """
@@ -727,7 +777,9 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
 
         raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
 
-    async def load_model(self, message: "LoadModelRequest") -> "AsyncIterator[LoadProgress]":
+    async def load_model(
+        self, message: "LoadModelRequest"
+    ) -> "AsyncIterator[LoadProgress]":
         """
         Brings a model's weights in, reporting the layer watermark as it moves. The last
         message has layers_ready == layers_total and the arena's digest.
@@ -819,7 +871,9 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
         response = await self.prefill(request)
         await stream.send_message(response)
 
-    async def __rpc_watch(self, stream: "grpclib.server.Stream[WatchRequest, StepReport]") -> None:
+    async def __rpc_watch(
+        self, stream: "grpclib.server.Stream[WatchRequest, StepReport]"
+    ) -> None:
         request = await stream.recv_message()
         assert request is not None
         await self._call_rpc_handler_server_stream(
@@ -860,7 +914,9 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
         response = await self.cancel(request)
         await stream.send_message(response)
 
-    async def __rpc_reset(self, stream: "grpclib.server.Stream[ResetRequest, ResetReply]") -> None:
+    async def __rpc_reset(
+        self, stream: "grpclib.server.Stream[ResetRequest, ResetReply]"
+    ) -> None:
         request = await stream.recv_message()
         assert request is not None
         response = await self.reset(request)
