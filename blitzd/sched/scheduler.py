@@ -110,7 +110,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues it. Raises Refused when it can never run."""
-        self._check(sequence)
+        self.check(sequence)
         self._sequences[sequence.id] = sequence
         self._waiting.append(sequence)
 
@@ -152,7 +152,7 @@ class Scheduler:
                 f"tokens: {len(sequence.tokens)} of which {computed} are computed; reserved are "
                 f"{reservation.tokens}, and at least one must be left to compute"
             )
-        self._check(sequence)
+        self.check(sequence)
         self._reservations.remove(reservation)
         sequence.blocks = list(reservation.blocks)
         sequence.computed = computed
@@ -183,7 +183,8 @@ class Scheduler:
             self._free(sequence)
         return True
 
-    def _check(self, sequence: Sequence) -> None:
+    def check(self, sequence: Sequence) -> None:
+        """Raises Refused when it can never run here."""
         if sequence.id in self._sequences:
             raise Refused(f"request_id: {sequence.id} is here already")
         if sequence.prompt_tokens < 1 or sequence.max_tokens < 1:

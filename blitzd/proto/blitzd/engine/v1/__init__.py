@@ -219,6 +219,21 @@ class ExportKvReply(betterproto2.Message):
     the source's fabric address, for TRANSPORT_UCX: the
     """
 
+    blocks_total: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
+    """
+    importer receives on an endpoint to it, so that it
+    learns of the source's death
+
+    of the source's arena: where a block lies depends on it
+    """
+
+    layer_checksums: "list[int]" = betterproto2.field(
+        6, betterproto2.TYPE_FIXED64, repeated=True
+    )
+    """
+    xxh3-64 of the KV of these blocks, a layer each
+    """
+
 
 default_message_pool.register_message(
     "blitzd.engine.v1", "ExportKvReply", ExportKvReply
@@ -239,6 +254,11 @@ class ExportKvRequest(betterproto2.Message):
     transport: "Transport" = betterproto2.field(
         4, betterproto2.TYPE_ENUM, default_factory=lambda: Transport(0)
     )
+    """
+    Unspecified: moves nothing, only says whether the lease still holds. An importer that
+    has copied out of a mapped arena asks so, because blocks that were released meanwhile
+    may hold another request's KV by now.
+    """
 
     ucx_address: "bytes" = betterproto2.field(5, betterproto2.TYPE_BYTES)
     """
@@ -252,7 +272,12 @@ class ExportKvRequest(betterproto2.Message):
 
     layout: "str" = betterproto2.field(7, betterproto2.TYPE_STRING)
     """
-    KV geometry digest; refused when it differs
+    of KV blocks, and the model's digest; refused when it differs
+    """
+
+    checksums: "bool" = betterproto2.field(8, betterproto2.TYPE_BOOL)
+    """
+    ask for layer_checksums
     """
 
 
@@ -534,6 +559,13 @@ class StepReport(betterproto2.Message):
 
     prefill_tokens: "int" = betterproto2.field(13, betterproto2.TYPE_UINT32)
 
+    cached_tokens: "list[int]" = betterproto2.field(
+        14, betterproto2.TYPE_UINT32, repeated=True
+    )
+    """
+    One per row: prompt tokens that the prefix cache saved, on a request's first row.
+    """
+
 
 default_message_pool.register_message("blitzd.engine.v1", "StepReport", StepReport)
 
@@ -624,8 +656,9 @@ class EngineStub(betterproto2_grpclib.ServiceStub):
         metadata: "MetadataLike | None" = None,
     ) -> "AsyncIterator[StepReport]":
         """
-        One message per step for the whole batch, for as long as the daemon listens.
-        One watcher at a time: a new one ends the old one.
+        One message per step for the whole batch, for as long as the daemon listens. The first
+        comes at once, with the occupancy alone: watch first, then send requests, since tokens
+        that nobody watches are gone. One watcher at a time: a new one ends the old one.
         """
 
         if message is None:
@@ -797,8 +830,9 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
 
     async def watch(self, message: "WatchRequest") -> "AsyncIterator[StepReport]":
         """
-        One message per step for the whole batch, for as long as the daemon listens.
-        One watcher at a time: a new one ends the old one.
+        One message per step for the whole batch, for as long as the daemon listens. The first
+        comes at once, with the occupancy alone: watch first, then send requests, since tokens
+        that nobody watches are gone. One watcher at a time: a new one ends the old one.
         """
 
         raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
