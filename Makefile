@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv up test lint proto clean
+.PHONY: venv up test lint proto chaos clean
 
 venv: .venv/.stamp
 
@@ -23,6 +23,11 @@ lint: venv
 test: lint
 	$(BIN)/blitzd model pull smollm2-135m
 	$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+# Seeded faults on the driver in virtual time: `make chaos SEEDS=1000`.
+SEEDS ?= 200
+chaos: venv
+	$(BIN)/python -m tests.chaos --seeds $(SEEDS)
 
 proto: venv
 	$(BIN)/python scripts/generate_proto.py

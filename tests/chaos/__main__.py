@@ -1,0 +1,42 @@
+"""`python -m tests.chaos --seeds N [--first S]` or `--seed S --verbose`."""
+
+import argparse
+import sys
+import time
+import traceback
+
+from tests.chaos.world import run_seed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=50)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--verbose", action="store_true")
+    args = parser.parse_args()
+    seeds = range(args.first, args.first + args.seeds) if args.seed is None else [args.seed]
+    started = time.perf_counter()
+    failed, records, virtual_s = 0, 0, 0.0
+    for seed in seeds:
+        try:
+            world = run_seed(seed, args.verbose)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            traceback.print_exc(limit=-4)
+            print(f"seed={seed} failed; repeat with: python -m tests.chaos --seed {seed} --verbose")
+            failed += 1
+        else:
+            records += len(world.disk.records)
+            virtual_s += world.core.state.mono_ns / 1e9
+    took = time.perf_counter() - started
+    print(
+        f"{len(seeds)} seeds, {failed} failed, {records} records,"
+        f" {virtual_s:.0f} virtual s in {took:.1f} s"
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

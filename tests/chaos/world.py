@@ -1,0 +1,299 @@
+"""One seeded run of the unmodified driver in virtual time, with faults and checks.
+
+Event lines of a run (`verbose`): `time seq type fields`, one a record.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import anyio
+import trio
+from trio.testing import MockClock
+
+from blitzd.control.core import Core
+from blitzd.control.policy import Policy
+from blitzd.events import types as ev
+from blitzd.events.record import Record
+from blitzd.fsm import ClusterState, fold
+from blitzd.node.driver import Driver
+from blitzd.node.face import GenerateRequest, GenerationFailed, RequestRefused
+from blitzd.node.observe import new_observations
+from blitzd.node.ports import JournalUnavailable
+from tests.chaos.workers import Faults, VirtualWorkers, token_at
+
+VIRTUAL_LIMIT_S = 600.0
+
+
+class VirtualClock:
+    def mono_ns(self) -> int:
+        return int(anyio.current_time() * 1e9)
+
+    def wall_ns(self) -> int:
+        return 1_700_000_000_000_000_000 + self.mono_ns()
+
+
+class VirtualDisk:
+    """A journal in memory whose disk may be full for a while."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.full = False
+
+    def append(self, records: Sequence[Record]) -> None:
+        if self.full:
+            raise JournalUnavailable("no space left on device")
+        self.records += records
+
+    async def sync(self) -> None:
+        await anyio.sleep(0.0005)
+        if self.full:
+            raise JournalUnavailable("no space left on device")
+
+
+@dataclass
+class Outcome:
+    """What the clients saw."""
+
+    accepted: int = 0
+    refused: int = 0
+    finished: int = 0
+    failed: list[str] = field(default_factory=list)
+    left: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Drawn from the seed: who is there, what comes, what breaks."""
+
+    replicas: tuple[tuple[str, str], ...]
+    requests: int
+    rate: float
+    faults: Faults
+    kills: int
+    hangs: int
+    slow: int
+    disk_full: int
+    leavers: float
+
+    @classmethod
+    def draw(cls, random: Random) -> "Scenario":
+        prefills, decodes = random.randint(1, 3), random.randint(1, 3)
+        roles = ["prefill"] * prefills + ["decode"] * decodes + ["spare"] * random.randint(0, 1)
+
+        def sometimes(most: float) -> float:
+            return random.choice([0.0, 0.0, most / 4, most])
+
+        faults = Faults(
+            drop=sometimes(0.2),
+            duplicate=sometimes(0.2),
+            delay=sometimes(0.5),
+            engine_error=sometimes(0.2),
+            no_room=sometimes(0.5),
+            load_failure=sometimes(0.5),
+        )
+        return cls(
+            replicas=tuple((f"r{i}", role) for i, role in enumerate(roles)),
+            requests=random.randint(5, 60),
+            rate=random.choice([2.0, 10.0, 50.0]),
+            faults=faults,
+            kills=random.choice([0, 0, 1, 3, 8]),
+            hangs=random.choice([0, 0, 1, 2]),
+            slow=random.choice([0, 0, 1]),
+            disk_full=random.choice([0, 0, 0, 1, 2]),
+            leavers=random.choice([0.0, 0.1, 0.5]),
+        )
+
+
+class World:
+    def __init__(self, seed: int, verbose: bool = False) -> None:
+        self.random = Random(seed)
+        self.scenario = Scenario.draw(self.random)
+        self.outcome = Outcome()
+        self.disk = VirtualDisk()
+        self.verbose = verbose
+        self.core = Core(ClusterState())
+
+    async def run(self) -> None:
+        scenario = self.scenario
+        driver = Driver(
+            self.core,
+            self.disk,
+            VirtualClock(),
+            new_observations(),
+            draw_seed=lambda: self.random.getrandbits(32),
+            first_request_id=1,
+        )
+        with anyio.fail_after(VIRTUAL_LIMIT_S):
+            async with anyio.create_task_group() as tasks, anyio.create_task_group() as virtual:
+                workers = VirtualWorkers(driver, virtual, self.random, scenario.faults)
+                tasks.start_soon(driver.run, workers)
+                policy = Policy(max_queued_requests=20, lease_ttl_ms=2000).pairs()
+                await driver.post(ev.Booted(1, "test", "local", scenario.replicas, policy))
+                async with anyio.create_task_group() as life:
+                    life.start_soon(self._break_things, workers)
+                    await self._arrivals(driver, life)
+                await self._settle(workers)
+                self._check_quiet(workers)
+                await driver.post(ev.StopRequested("end of run", 2**62))
+                await self._stopped()
+                virtual.cancel_scope.cancel()
+        self._check_log()
+
+    # What clients do.
+
+    async def _arrivals(self, driver: Driver, life: Any) -> None:
+        for _ in range(self.scenario.requests):
+            await anyio.sleep(self.random.expovariate(self.scenario.rate))
+            life.start_soon(self._client, driver)
+
+    async def _client(self, driver: Driver) -> None:
+        random = self.random
+        request = GenerateRequest(
+            prompt_tokens=tuple(range(random.choice([1, 63, 64, 65, 300]))),
+            max_tokens=random.choice([1, 2, 10, 60, 200]),
+            temperature=1.0,
+        )
+        patience = None
+        if random.random() < self.scenario.leavers:
+            patience = random.uniform(0.0, 2.0)
+        with anyio.move_on_after(patience) as scope:
+            await self._read(driver, request)
+        if scope.cancelled_caught:
+            self.outcome.left += 1
+
+    async def _read(self, driver: Driver, request: GenerateRequest) -> None:
+        try:
+            generation = await driver.generate(request)
+        except RequestRefused as refusal:
+            assert str(refusal)
+            self.outcome.refused += 1
+            return
+        except GenerationFailed as failure:
+            self.outcome.failed.append(failure.code)
+            return
+        self.outcome.accepted += 1
+        seen: list[int] = []
+        finish = None
+        try:
+            async for delta in generation:
+                assert finish is None, "nothing comes after the end"
+                seen += delta.token_ids
+                finish = delta.finish
+        except GenerationFailed as failure:
+            assert str(failure), "an end without a reason"
+            self.outcome.failed.append(failure.code)
+        else:
+            assert finish == "length"
+            assert len(seen) == request.max_tokens
+            self.outcome.finished += 1
+        finally:
+            await self._leave(generation)
+            self.outcome.tokens += len(seen)
+            expected = [token_at(generation.seed, i) for i in range(len(seen))]
+            assert seen == expected, f"request {generation.request_id}: wrong tokens"
+
+    async def _leave(self, generation: Any) -> None:
+        with anyio.CancelScope(shield=True):
+            await generation.cancel()
+
+    # What breaks.
+
+    async def _break_things(self, workers: VirtualWorkers) -> None:
+        scenario = self.scenario
+        breaks = ["kill"] * scenario.kills + ["hang"] * scenario.hangs
+        breaks += ["slow"] * scenario.slow + ["disk_full"] * scenario.disk_full
+        self.random.shuffle(breaks)
+        for what in breaks:
+            await anyio.sleep(self.random.expovariate(0.5))
+            living = workers.living()
+            if what == "disk_full":
+                self.disk.full = True
+                await anyio.sleep(self.random.uniform(0.1, 5.0))
+                self.disk.full = False
+            elif living:
+                worker = self.random.choice(living)
+                if what == "kill":
+                    workers.kill(worker, "killed by SIGKILL")
+                elif what == "hang":
+                    workers.hang(worker)
+                else:
+                    worker.slowness = 10.0
+
+    # What must hold.
+
+    async def _settle(self, workers: VirtualWorkers) -> None:
+        """Waits until everything accepted has ended and every replica serves again."""
+        workers.faults = Faults()
+        while not self._settled() or any(w.hung for w in workers.living()):
+            await anyio.sleep(1.0)
+        await anyio.sleep(1.0)
+
+    def _settled(self) -> bool:
+        state = self.core.state
+        roles = {"prefill": "Prefill", "decode": "Decode", "spare": "Inactive"}
+        return not state.requests and all(
+            r.worker == "attached" and r.state == roles[r.role] for r in state.replicas.values()
+        )
+
+    def _check_quiet(self, workers: VirtualWorkers) -> None:
+        shown = self.core.state.to_json()
+        assert shown["links"] == [], "a lease is left"
+        for replica in shown["replicas"]:
+            busy = (replica["inflight"], replica["blocks_reserved"], replica["blocks_used"])
+            assert busy == (0, 0, 0), f"{replica['id']} is not idle: {replica}"
+        for worker in workers.living():
+            assert not worker.holdings, f"{worker.replica}/{worker.epoch} holds {worker.holdings}"
+        ended = shown["requests"]
+        total = sum(ended.values())
+        assert total == self.core_requests(), f"{ended}: not every arrival has one end"
+        assert ended["finished"] >= self.outcome.finished
+
+    def core_requests(self) -> int:
+        kinds = (ev.RequestAccepted, ev.RequestRejected)
+        return sum(isinstance(r.payload, kinds) for r in self.disk.records)
+
+    async def _stopped(self) -> None:
+        while self.core.state.node.phase != "stopped":
+            await anyio.sleep(0.1)
+
+    def _check_log(self) -> None:
+        state = ClusterState()
+        ends: dict[int, int] = {}
+        for record in self.disk.records:
+            if self.verbose:
+                print(line(record))
+            fold(state, record)
+            if isinstance(record.payload, ENDS):
+                ends[record.payload.request_id] = ends.get(record.payload.request_id, 0) + 1
+        assert state.hash() == self.core.state.hash(), "the log folds to another state"
+        assert all(count == 1 for count in ends.values()), "a request has ended twice"
+
+
+ENDS = (ev.RequestFinished, ev.RequestFailed, ev.RequestCancelled, ev.RequestRejected)
+
+
+def line(record: Record) -> str:
+    """One compact line an event: seconds, sequence, cause, type, fields."""
+    payload = record.payload
+    fields = " ".join(
+        f"{name}={json.dumps(getattr(payload, name))}" for name in payload.__struct_fields__
+    )
+    kind = type(payload).__name__
+    return f"{record.mono_ns / 1e9:9.3f} {record.seq:6d} <{record.cause:6d} {kind} {fields}"
+
+
+def run_seed(seed: int, verbose: bool = False) -> World:
+    """Repeats exactly: trio's own shuffling is seeded too."""
+    trio._core._run._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[attr-defined]
+    trio._core._run._r.seed(seed)  # type: ignore[attr-defined]
+    world = World(seed, verbose)
+    anyio.run(
+        world.run,
+        backend="trio",
+        backend_options={"clock": MockClock(autojump_threshold=0)},
+    )
+    return world
