@@ -1,0 +1,190 @@
+"""The node daemon: log, core, driver and workers put together, and its public face."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from random import SystemRandom
+from typing import Any
+
+import anyio.to_thread
+
+import blitzd
+from blitzd.control.core import Core
+from blitzd.engine.layout import read_model_file
+from blitzd.engine.model_config import ModelConfig
+from blitzd.engine.tokenizer import Tokenizer
+from blitzd.events import Identity, LogReader, LogWriter
+from blitzd.events import types as ev
+from blitzd.events.json_form import record_json
+from blitzd.fsm import ClusterState, ReplicaState, fold
+from blitzd.node.config import NodeConfig
+from blitzd.node.driver import Driver
+from blitzd.node.face import GenerateRequest, Generation, Health, ModelCard, Observations
+from blitzd.node.journal import FileJournal
+from blitzd.node.observe import new_observations
+from blitzd.node.paths import runtime_dir
+from blitzd.node.workers import WorkerPool
+
+STALLED_S = 2.0
+"""A driver that has not turned for so long is not alive; it ticks every 50 ms."""
+
+
+class SystemClock:
+    def mono_ns(self) -> int:
+        return time.monotonic_ns()
+
+    def wall_ns(self) -> int:
+        return time.time_ns()
+
+
+class NodeDaemon:
+    """One node, from its log to its workers. Implements `face.NodeFace`."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self._model: ModelConfig = read_model_file(config.model_dir).config
+        self._tokenizer = Tokenizer.from_dir(config.model_dir)
+        self._created = int(time.time())
+        self._observations = new_observations()
+        config.state_dir.mkdir(parents=True, exist_ok=True)
+        self._writer = LogWriter.open(
+            config.state_dir / "log",
+            Identity(blitzd.__version__, self._model.digest, config.node),
+        )
+        self._clock = SystemClock()
+        self.core = Core(replay(config.state_dir))
+        self.driver = Driver(
+            self.core,
+            FileJournal(self._writer),
+            self._clock,
+            self._observations,
+            draw_seed=lambda: SystemRandom().getrandbits(32),
+            first_request_id=(self._writer.boot_epoch << 32) + 1,
+        )
+        self.pool = WorkerPool(config, runtime_dir(config.state_dir), self.driver)
+
+    async def run(self, serve: Callable[["NodeDaemon"], AbstractAsyncContextManager[None]]) -> None:
+        """Serves until it is told to stop and everything accepted has ended. `serve` opens
+        the HTTP routes; they stay open to the last response."""
+        try:
+            boot = await self._boot()
+            async with serve(self):
+                await self.driver.post(boot)
+                await self.driver.run(self.pool)
+                await self.pool.close()
+        finally:
+            await anyio.to_thread.run_sync(self._writer.close)
+
+    async def _boot(self) -> ev.Booted:
+        adopted = await asyncio.gather(
+            *(self._adopt(r.id) for r in self.core.state.replicas.values() if r.pid)
+        )
+        return ev.Booted(
+            self._writer.boot_epoch,
+            blitzd.__version__,
+            self.config.node,
+            self.config.replicas(),
+            self.config.policy.pairs(),
+            tuple(worker for worker in adopted if worker is not None),
+        )
+
+    async def _adopt(self, replica_id: str) -> tuple[str, int, int] | None:
+        """Keeps a worker of the last boot that serves what is wanted now."""
+        replica = self.core.state.replicas[replica_id]
+        role = dict(self.config.replicas()).get(replica_id)
+        wanted = {
+            "prefill": (ReplicaState.PREFILL, self._model.digest),
+            "decode": (ReplicaState.DECODE, self._model.digest),
+            "spare": (ReplicaState.INACTIVE, ""),
+        }
+        fits = role is not None and wanted[role][0] is replica.state
+        digest = wanted[role][1] if role is not None and fits else "none that is wanted"
+        if await self.pool.adopt(replica.id, replica.epoch, replica.pid, digest):
+            return replica.id, replica.epoch, replica.pid
+        return None
+
+    async def stop(self, reason: str, drain_s: float) -> None:
+        """Begins the drain. A second call may bring the deadline forward."""
+        deadline_ns = self._clock.mono_ns() + int(drain_s * 1e9)
+        await self.driver.post(ev.StopRequested(reason, deadline_ns))
+
+    # The face.
+
+    @property
+    def models(self) -> list[ModelCard]:
+        state = self.core.state
+        room = [r.blocks_total * r.block_tokens for r in state.replicas.values() if r.blocks_total]
+        return [
+            ModelCard(
+                name=self.config.model_name,
+                created=self._created,
+                # A request has to fit the KV cache of every replica it passes.
+                context_tokens=min([self._model.context_tokens, *room]),
+                vocab_tokens=self._model.vocab,
+                digest=self._model.digest,
+                licence=self._model.licence,
+            )
+        ]
+
+    def tokenizer(self, model: str) -> Tokenizer:
+        return self._tokenizer
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        return await self.driver.generate(request)
+
+    def health(self) -> Health:
+        state = self.core.state
+        stalled_ns = self._clock.mono_ns() - self.driver.last_turn_ns
+        reasons = [
+            f"no {role} replica is ready"
+            for role, serving in (
+                ("prefill", ReplicaState.PREFILL),
+                ("decode", ReplicaState.DECODE),
+            )
+            if not any(r.state is serving for r in state.replicas.values())
+        ]
+        if self.driver.read_only:
+            reasons.append(f"the event log takes no records: {self.driver.read_only}")
+        draining = state.node.phase == "draining"
+        if draining:
+            reasons.append("shutting down")
+        return Health(
+            live=stalled_ns < STALLED_S * 1e9,
+            ready=not reasons,
+            draining=draining,
+            reasons=tuple(reasons),
+        )
+
+    def state(self) -> dict[str, Any]:
+        return self.core.state.to_json()
+
+    async def events(
+        self, since: int, limit: int, follow: bool
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        reader = LogReader(self.config.state_dir)
+        with reader.cursor(max(since + 1, reader.first_seq)) as cursor:
+            while True:
+                turned = self.driver.turned
+                batch = await anyio.to_thread.run_sync(cursor.read)
+                for record in batch:
+                    yield record_json(record)
+                    limit -= 1
+                    if not limit:
+                        return
+                if not batch:
+                    if not follow:
+                        return
+                    await turned.wait()
+
+    def observations(self) -> Observations:
+        return self._observations
+
+
+def replay(state_dir: Path) -> ClusterState:
+    """Folds what the log holds. Raises what the fold or the reader finds wrong with it."""
+    state = ClusterState()
+    for record in LogReader(state_dir).records():
+        fold(state, record)
+    return state
