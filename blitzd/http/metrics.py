@@ -1,0 +1,166 @@
+"""`/metrics`, read from the folded state at each scrape: nothing here counts."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+import blitzd
+from blitzd.node.face import HistogramData, NodeFace
+
+REPLICA_STATES = (
+    "Inactive",
+    "LoadingPrefill",
+    "LoadingDecode",
+    "NewPrefill",
+    "RefactoryPrefill",
+    "OldPrefill",
+    "Prefill",
+    "AusPrefill",
+    "Decode",
+    "AusDecode",
+    "MutatingToDecode",
+    "ShuttingPrefill",
+    "ShuttingDecode",
+    "ShuttingNull",
+    "Colocated",
+    "Failed",
+)
+"""Those that always have a series: an alert on "fewer than one" needs the zero."""
+
+END_STATES = ("finished", "failed", "cancelled", "rejected")
+
+_REPLICA_GAUGES = (
+    ("epoch", "epoch", "Incarnation of the replica's worker"),
+    ("inflight_requests", "inflight", "Requests that the replica holds"),
+    ("kv_blocks_used", "blocks_used", "KV blocks in use, as last reported"),
+    ("kv_blocks", "blocks_total", "KV blocks that the replica has"),
+    ("layers_ready", "layers_ready", "Layers whose weights are there"),
+    ("layers", "layers_total", "Layers of the replica's model"),
+    ("weights_loaded_bytes", "bytes_loaded", "Bytes of weights that are there"),
+    ("weights_bytes", "bytes_total", "Bytes of weights of the replica's model"),
+)
+
+
+class NodeCollector(Collector):
+    def __init__(self, node: NodeFace) -> None:
+        self._node = node
+
+    def collect(self) -> Iterator[Metric]:
+        state = self._node.state()
+        yield from self._node_metrics(state)
+        yield from _request_metrics(state)
+        yield from _replica_metrics(state)
+        yield from self._latencies()
+
+    def _node_metrics(self, state: dict[str, Any]) -> Iterator[Metric]:
+        health = self._node.health()
+        yield _labelled(
+            "blitzd_build_info", "Version of the daemon", ["version"], [((blitzd.__version__,), 1)]
+        )
+        yield _labelled(
+            "blitzd_model_info",
+            "Models served here",
+            ["model", "digest"],
+            [((card.name, card.digest), 1) for card in self._node.models],
+        )
+        yield _gauge("blitzd_ready", "1 when a request sent now would be served", health.ready)
+        yield _gauge("blitzd_draining", "1 while the daemon drains", health.draining)
+        yield _gauge("blitzd_log_seq", "Sequence number of the last folded event", state["seq"])
+
+    def _latencies(self) -> Iterator[Metric]:
+        seen = self._node.observations()
+        yield _histogram(
+            "blitzd_ttft_seconds", "Time from acceptance to the first token", seen.ttft_s
+        )
+        yield _histogram(
+            "blitzd_tpot_seconds", "Time per output token after the first", seen.tpot_s
+        )
+        yield _histogram("blitzd_queue_seconds", "Time from acceptance to prefill", seen.queue_s)
+        yield _histogram("blitzd_e2e_seconds", "Time from acceptance to the end", seen.e2e_s)
+
+
+def _request_metrics(state: dict[str, Any]) -> Iterator[Metric]:
+    counts: dict[str, int] = state["requests"]
+    yield _labelled(
+        "blitzd_requests_open",
+        "Requests that have not ended, by state",
+        ["state"],
+        [((name,), count) for name, count in counts.items() if name not in END_STATES],
+    )
+    ended = CounterMetricFamily(
+        "blitzd_requests_total", "Requests that have ended, by how", labels=["state"]
+    )
+    for name in END_STATES:
+        ended.add_metric([name], counts.get(name, 0))
+    yield ended
+    queue = state["queue"]
+    yield _gauge("blitzd_queue_requests", "Requests that wait for a prefill", queue["requests"])
+    yield _gauge("blitzd_queue_tokens", "Prompt tokens that wait for a prefill", queue["tokens"])
+
+
+def _replica_metrics(state: dict[str, Any]) -> Iterator[Metric]:
+    replicas: list[dict[str, Any]] = state["replicas"]
+    by_state = Counter(dict.fromkeys(REPLICA_STATES, 0))
+    by_state.update(replica["state"] for replica in replicas)
+    yield _labelled(
+        "blitzd_replicas",
+        "Replicas, by state",
+        ["state"],
+        [((name,), count) for name, count in by_state.items()],
+    )
+    for name, key, documentation in _REPLICA_GAUGES:
+        yield _labelled(
+            f"blitzd_replica_{name}",
+            documentation,
+            ["replica"],
+            [((str(replica["id"]),), replica[key]) for replica in replicas],
+        )
+    yield _gauge("blitzd_links", "Links between replicas in use", len(state["links"]))
+
+
+def _gauge(name: str, documentation: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, documentation, value=float(value))
+
+
+def _labelled(
+    name: str,
+    documentation: str,
+    labels: list[str],
+    samples: list[tuple[tuple[str, ...], float]],
+) -> Metric:
+    family = GaugeMetricFamily(name, documentation, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
+def _histogram(name: str, documentation: str, data: HistogramData) -> Metric:
+    bounds = [*(str(float(bound)) for bound in data.bounds), "+Inf"]
+    buckets = list(zip(bounds, accumulate(data.counts), strict=True))
+    return HistogramMetricFamily(name, documentation, buckets=buckets, sum_value=data.total)
+
+
+class Metrics:
+    def __init__(self, node: NodeFace) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(NodeCollector(node))
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/metrics", self.metrics)]
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Prometheus text, or OpenMetrics to a scraper that asks for it."""
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(self._registry), headers={"Content-Type": content_type})

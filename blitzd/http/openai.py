@@ -1,0 +1,146 @@
+"""The OpenAI routes: models, chat completions, completions."""
+
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+
+import msgspec
+from aiohttp import web
+
+from blitzd.http import prepare, schema
+from blitzd.http.body import read_json_body
+from blitzd.http.errors import as_api_error
+from blitzd.http.generation import deltas, running
+from blitzd.http.limits import Limits
+from blitzd.http.stream import ReaderGone, Stream
+from blitzd.http.tasks import TaskOwner
+from blitzd.http.wire import (
+    DONE,
+    ChatWire,
+    CompletionWire,
+    Head,
+    Outcome,
+    Usage,
+    Wire,
+    frame,
+)
+from blitzd.node.face import GenerateRequest, Generation, ModelCard, NodeFace
+
+
+class OpenAIRoutes:
+    def __init__(self, node: NodeFace, owner: TaskOwner, limits: Limits) -> None:
+        self._node = node
+        self._owner = owner
+        self._limits = limits
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/v1/models", self.models),
+            # A model's name may contain slashes.
+            web.get("/v1/models/{name:.+}", self.model),
+            web.post("/v1/chat/completions", self.chat),
+            web.post("/v1/completions", self.completions),
+        ]
+
+    async def models(self, _: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [_card(card) for card in self._node.models]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        return _json(_card(prepare.card_of(self._node, request.match_info["name"])))
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = schema.parse_chat(await read_json_body(request, self._limits))
+        generations = await prepare.of_chat(self._node, body)
+        return await self._answer(request, body, generations)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = schema.parse_completion(await read_json_body(request, self._limits))
+        generations = await prepare.of_completion(self._node, body)
+        return await self._answer(request, body, generations)
+
+    async def _answer(
+        self, request: web.Request, body: schema.Sampling, wanted: Sequence[GenerateRequest]
+    ) -> web.StreamResponse:
+        async with running(self._node, wanted, self._owner, self._limits) as generations:
+            wire = self._wire(body, generations[0].request_id)
+            prompt_tokens = sum(len(generation.prompt_tokens) for generation in wanted)
+            if not body.stream:
+                return await self._whole(wire, generations, prompt_tokens)
+            stream = Stream(request, self._limits, "text/event-stream; charset=utf-8")
+            try:
+                await self._stream(stream, wire, generations, prompt_tokens, body.wants_usage())
+            except ReaderGone:
+                pass  # nobody is left to tell; leaving the block frees the generations
+            except Exception as failure:
+                if not stream.opened:
+                    raise
+                await stream.send_last(frame(as_api_error(failure).body()))
+            return stream.response
+
+    def _wire(self, body: schema.Sampling, request_id: int) -> Wire:
+        card = prepare.card_of(self._node, body.model)
+        kind, prefix = (
+            (ChatWire, "chatcmpl")
+            if isinstance(body, schema.ChatRequest)
+            else (CompletionWire, "cmpl")
+        )
+        return kind(
+            Head(
+                # The request's number in the log: what an operator needs to look it up.
+                id=f"{prefix}-{request_id}",
+                created=int(time.time()),
+                model=card.name,
+                fingerprint=f"fp_{card.digest[:12]}",
+                include_usage=body.wants_usage(),
+            )
+        )
+
+    async def _whole(
+        self, wire: Wire, generations: Sequence[Generation], prompt_tokens: int
+    ) -> web.Response:
+        outcomes = [Outcome() for _ in generations]
+        completion_tokens = 0
+        async with aclosing(deltas(generations, self._limits)) as incoming:
+            async for index, delta in incoming:
+                completion_tokens += len(delta.token_ids)
+                outcomes[index].pieces.append(delta.text)
+                outcomes[index].finish = delta.finish
+        usage = Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+        return web.Response(body=wire.whole(outcomes, usage), content_type="application/json")
+
+    async def _stream(
+        self,
+        stream: Stream,
+        wire: Wire,
+        generations: Sequence[Generation],
+        prompt_tokens: int,
+        include_usage: bool,
+    ) -> None:
+        """Nothing is sent before there is text or an end, so that a failure before it is a
+        status code, and a client's time to first token is not that of an empty frame."""
+        completion_tokens = 0
+        async with aclosing(deltas(generations, self._limits)) as incoming:
+            async for index, delta in incoming:
+                completion_tokens += len(delta.token_ids)
+                if delta.text or delta.finish:
+                    frames = b"" if stream.opened else wire.opening(len(generations))
+                    await stream.send(frames + wire.piece(index, delta.text, delta.finish))
+        usage = Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+        await stream.send((wire.usage(usage) if include_usage else b"") + DONE)
+
+
+def _card(card: ModelCard) -> dict[str, object]:
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": card.owned_by,
+        # Beyond OpenAI's four: what a client needs to size its prompts, and the licence.
+        "context_window": card.context_tokens,
+        "licence": card.licence,
+        "digest": card.digest,
+    }
+
+
+def _json(body: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")

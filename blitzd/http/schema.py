@@ -1,0 +1,228 @@
+"""Bodies of the OpenAI requests: what is accepted, and errors that name what is not."""
+
+import difflib
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from blitzd.http.errors import ApiError, bad_request
+from blitzd.http.neutral import NEUTRAL_CHAT, NEUTRAL_COMPLETION, Neutral, shown, unsupported
+
+MAX_PROMPTS = 64
+"""Prompts in one completions request; each is a choice of its own."""
+
+_Count = Annotated[int, Meta(ge=1)]
+_TokenId = Annotated[int, Meta(ge=0)]
+_Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Sampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields that chat and plain completions share."""
+
+    model: str
+    max_tokens: _Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Meta(max_length=4)] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Meta(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def wanted_tokens(self) -> tuple[str, int | None]:
+        """The field that bounds the output, and its value if it was given."""
+        return "max_tokens", self.max_tokens
+
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """One turn. The fields typed `None` are what a client sends back when it appends our
+    answer to the conversation; they may be there, but may not say anything."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | list[TextPart]
+    name: None = None
+    refusal: None = None
+    audio: None = None
+    annotations: None = None
+    function_call: None = None
+    tool_calls: None = None
+    tool_call_id: None = None
+
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class ChatRequest(Sampling, forbid_unknown_fields=True, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: _Count | None = None
+
+    def wanted_tokens(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+
+class CompletionRequest(Sampling, forbid_unknown_fields=True, kw_only=True):
+    prompt: (
+        str
+        | Annotated[
+            list[str | _TokenId | Annotated[list[_TokenId], Meta(min_length=1)]],
+            Meta(min_length=1),
+        ]
+    )
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry a choice. Raises ApiError when kinds are mixed or there are too many."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        items = self.prompt
+        kinds = {type(item) for item in items}
+        if len(kinds) > 1:
+            raise bad_request(
+                "prompt mixes kinds; accepted: a string, a list of strings, "
+                "a list of token ids, or a list of lists of token ids",
+                param="prompt",
+                code="invalid_type",
+            )
+        if kinds == {int}:
+            return [[item for item in items if isinstance(item, int)]]
+        if len(items) > MAX_PROMPTS:
+            raise bad_request(
+                f"prompt has {len(items)} entries; accepted: at most {MAX_PROMPTS}", param="prompt"
+            )
+        return [item for item in items if not isinstance(item, int)]
+
+
+RequestType = TypeVar("RequestType", bound=Sampling)
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """Raises ApiError (400)."""
+    request = _parse(body, ChatRequest, NEUTRAL_CHAT)
+    both = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(both) > 1:
+        raise bad_request(
+            "max_tokens and max_completion_tokens differ; accepted: one of them",
+            param="max_tokens",
+        )
+    return request
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """Raises ApiError (400)."""
+    return _parse(body, CompletionRequest, NEUTRAL_COMPLETION)
+
+
+def _parse(body: bytes, kind: type[RequestType], neutral: dict[str, Neutral]) -> RequestType:
+    raw = _object(body)
+    for name in [name for name in raw if name in neutral]:
+        value = raw.pop(name)
+        if value is not None and not neutral[name].accepts(value):
+            raise unsupported(name, value, neutral[name])
+    for name in raw:
+        if name not in kind.__struct_fields__:
+            raise _unknown(name, [*kind.__struct_fields__, *neutral])
+    try:
+        request = msgspec.convert(raw, kind)
+    except msgspec.ValidationError as failure:
+        raise _explained(failure, raw) from None
+    _check_together(request)
+    return request
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as failure:
+        reason = "nested too deeply" if isinstance(failure, RecursionError) else failure
+        raise bad_request(
+            f"the body is not valid JSON: {reason}", param=None, code="invalid_json"
+        ) from None
+    if not isinstance(raw, dict):
+        raise bad_request(
+            f"the body is {shown(raw)}; accepted: a JSON object", param=None, code="invalid_type"
+        )
+    return raw
+
+
+def _unknown(name: str, known: list[str]) -> ApiError:
+    near = difflib.get_close_matches(name[:100], known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return bad_request(
+        f"unknown parameter {shown(name)}{hint}", param=name[:100], code="unknown_parameter"
+    )
+
+
+def _check_together(request: Sampling) -> None:
+    if request.stream_options is not None:
+        if not request.stream:
+            raise bad_request(
+                "stream_options is accepted only with stream=true", param="stream_options"
+            )
+        if request.stream_options.include_obfuscation:
+            raise bad_request(
+                "stream_options.include_obfuscation is not supported; accepted: false or null",
+                param="stream_options.include_obfuscation",
+                code="unsupported_parameter",
+            )
+
+
+_FIELD = re.compile(
+    r"Object (?P<how>missing required|contains unknown) field `(?P<name>.*)`", re.DOTALL
+)
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+_CHOICES = {"role": '"system", "user" or "assistant"', "type": '"text"'}
+_WORDS = {"`int`": "integer", "`float`": "number", "`str`": "string", "`bool`": "boolean"}
+
+
+def _explained(failure: msgspec.ValidationError, raw: dict[str, Any]) -> ApiError:
+    """msgspec's message as an error that names field, value and what is accepted."""
+    # The client's own text may stand before the path, never after it: split at the last.
+    what, _, path = str(failure).rpartition(" - at `$")
+    what, path = (what, path.rstrip("`").lstrip(".")) if what else (path, "")
+    if field := _FIELD.fullmatch(what):
+        name = f"{path}.{field['name']}" if path else field["name"]
+        if field["how"] == "missing required":
+            return bad_request(f"{name} is missing", param=name, code="missing_required_parameter")
+        return bad_request(f"unknown parameter {name}", param=name, code="unknown_parameter")
+    if what.startswith("Invalid enum value"):
+        accepted = _CHOICES[path.rpartition(".")[2]]
+        code = "invalid_value"
+    else:
+        # "Expected `float` <= 2.0" or "Expected `int | null`, got `str`".
+        accepted, _, wrong_type = what.removeprefix("Expected ").partition(", got ")
+        code = "invalid_type" if wrong_type else "invalid_value"
+        accepted = accepted.replace(" | ", "` or `")
+        for word, meaning in _WORDS.items():
+            accepted = accepted.replace(word, meaning)
+        accepted = accepted.replace("`", "")
+    return bad_request(
+        f"{path} is {shown(_at(raw, path))}; accepted: {accepted}", param=path, code=code
+    )
+
+
+def _at(raw: Any, path: str) -> Any:
+    for name, index in _STEP.findall(path):
+        raw = raw[int(index)] if index else raw[name]
+    return raw
