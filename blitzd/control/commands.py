@@ -19,10 +19,12 @@ class EndWorker:
 
 @dataclass(frozen=True, slots=True)
 class ResetWorker:
-    """Forget every request; an adopted worker may hold some of the last boot."""
+    """Forget every request, since an adopted worker may hold some of the last boot; with
+    `unload` the weights too."""
 
     replica: str
     epoch: int
+    unload: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,17 @@ class LoadModel:
 
 @dataclass(frozen=True, slots=True)
 class StartPrefill:
+    replica: str
+    epoch: int
+    request_id: int
+    hold: bool
+    """Keep the KV for export after the first token, instead of going on."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLocally:
+    """Go on with a request whose KV was held for export."""
+
     replica: str
     epoch: int
     request_id: int
@@ -76,6 +89,7 @@ Command = (
     | ResetWorker
     | LoadModel
     | StartPrefill
+    | DecodeLocally
     | ImportKv
     | ReleaseKv
     | CancelRequest

@@ -9,7 +9,7 @@ decides again as it did.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from blitzd.control import replicas, requests
+from blitzd.control import replicas, requests, roles
 from blitzd.control.commands import Command, EndWorker, ShutDown
 from blitzd.control.policy import Policy
 from blitzd.control.turn import Turn
@@ -54,6 +54,13 @@ HANDLERS: dict[type[Payload], Callable[[Turn, Any], None]] = {
     ev.RequestErrored: requests.request_errored,
     ev.Ticked: _ticked,
     ev.StopRequested: _stop_requested,
+    ev.DrainRequested: roles.drain_requested,
+    ev.UndrainRequested: roles.undrain_requested,
+    ev.RoleRequested: roles.role_requested,
+    ev.DeactivateRequested: roles.deactivate_requested,
+    ev.LivePairRequested: roles.live_pair_requested,
+    ev.PairDrained: roles.pair_drained,
+    ev.ScaleRequested: roles.scale_requested,
 }
 
 
@@ -76,6 +83,8 @@ class Core:
         fault: Exception | None = None
         try:
             HANDLERS[type(payload)](turn, payload)
+            roles.scale(turn)
+            roles.settle(turn)
             replicas.tend(turn)
             requests.dispatch(turn)
             _drain(turn)

@@ -19,6 +19,12 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A KV transfer that takes longer has failed."""
     import_retry_ms: int = 20
     """After a decode replica had no room."""
+    null_ttl_ms: int = 30_000
+    """A warm spare that was not used for so long gives up its weights."""
+    pair_cap: int = 4
+    """Requests under way in a live pair."""
+    mutate_after_load: int = 0
+    """1: a decode load ends in MutatingToDecode, as in the ServerlessLLM baseline."""
     restart_backoff_ms: int = 500
     """Before the second restart in a row; doubles up to `restart_backoff_max_ms`."""
     restart_backoff_max_ms: int = 30_000

@@ -5,6 +5,7 @@ from blitzd.control.requests import fail
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
 from blitzd.fsm import Replica, ReplicaState
+from blitzd.fsm.table import LOADING, WITHOUT_WEIGHTS
 
 MS = 1_000_000
 
@@ -32,7 +33,10 @@ def booted(turn: Turn, boot: ev.Booted) -> None:
         turn.emit(ev.ReplicaRetired(gone.id))
     for replica_id, role in boot.replicas:
         known = turn.state.replicas.get(replica_id)
-        if known is None or (known.role, known.node) != (role, boot.node):
+        if known is None or (known.configured, known.node) != (role, boot.node):
+            if known is not None and known.state not in WITHOUT_WEIGHTS:
+                turn.command(EndWorker(known.id, known.epoch))
+                _lose(turn, known, f"the configuration makes it {role}")
             turn.emit(ev.ReplicaRegistered(replica_id, boot.node, role))
 
 
@@ -53,7 +57,10 @@ def worker_exited(turn: Turn, exited: ev.WorkerExited) -> None:
         return
     for request in turn.state.requests_on(replica.id):
         fail(turn, request, "worker_lost", f"replica {replica.id} was lost: {exited.reason}")
+    pair_id = replica.pair_id
     _lose(turn, replica, exited.reason)
+    if pair_id:
+        turn.emit(ev.PairBroken(pair_id, f"replica {replica.id} was lost"))
 
 
 def _lose(turn: Turn, replica: Replica, reason: str) -> None:
@@ -73,7 +80,7 @@ def load_moved(turn: Turn, moved: ev.LoadMoved) -> None:
     replica = turn.current(moved.replica, moved.epoch)
     if replica is None:
         return
-    if replica.state not in (ReplicaState.LOADING_PREFILL, ReplicaState.LOADING_DECODE):
+    if replica.state not in LOADING:
         turn.ignore(moved.replica, moved.epoch)
         return
     turn.emit(
@@ -92,10 +99,13 @@ def load_ended(turn: Turn, ended: ev.LoadEnded) -> None:
     replica = turn.current(ended.replica, ended.epoch)
     if replica is None:
         return
-    if replica.state not in (ReplicaState.LOADING_PREFILL, ReplicaState.LOADING_DECODE):
+    if replica.state not in LOADING:
         turn.ignore(ended.replica, ended.epoch)
     elif ended.reason:
+        pair_id = replica.pair_id
         turn.emit(ev.LoadFailed(replica.id, replica.epoch, ended.reason, _retry_ns(turn, replica)))
+        if pair_id:
+            turn.emit(ev.PairBroken(pair_id, f"the load of {replica.id} failed"))
     else:
         turn.emit(
             ev.LoadFinished(
@@ -107,10 +117,19 @@ def load_ended(turn: Turn, ended: ev.LoadEnded) -> None:
                 ended.bytes_total,
                 ended.block_tokens,
                 ended.blocks_total,
+                _trigger_of(turn, replica),
             )
         )
-        if replica.role == "decode":
+        if turn.state.replicas[replica.id].state is ReplicaState.AUS_DECODE:
             turn.emit(ev.DecodeOpened(replica.id, replica.epoch))
+
+
+def _trigger_of(turn: Turn, replica: Replica) -> str:
+    if replica.role == "colocated":
+        return "loaded_colocated"
+    if replica.role == "decode" and turn.policy.mutate_after_load:
+        return "loaded_to_mutate"
+    return "loaded"
 
 
 def occupancy_reported(turn: Turn, report: ev.OccupancyReported) -> None:
@@ -138,6 +157,7 @@ def tend(turn: Turn) -> None:
             replica.worker == "attached"
             and replica.state is ReplicaState.INACTIVE
             and replica.role != "spare"
+            and not replica.cordoned
         ):
             turn.emit(ev.LoadStarted(replica.id, replica.epoch, replica.role, "host"))
             turn.command(LoadModel(replica.id, replica.epoch))

@@ -8,8 +8,10 @@ from blitzd.control.commands import CancelRequest, ImportKv, ReleaseKv, StartPre
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
 from blitzd.fsm import Replica, ReplicaState, Request, RequestState
+from blitzd.fsm.table import ACCEPTS_KV, ACCEPTS_PROMPTS
 
 MS = 1_000_000
+S = ReplicaState
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:
@@ -38,9 +40,9 @@ def _refusal(turn: Turn, arrived: ev.RequestArrived) -> tuple[str, str] | None:
     waiting = sum(1 for _ in turn.state.queued())
     if waiting >= turn.policy.max_queued_requests:
         return "queue_full", f"{waiting} requests are waiting, which is the limit"
-    for role in ("prefill", "decode"):
-        loaded = [r for r in turn.state.replicas.values() if r.role == role and r.blocks_total]
-        room = max((r.blocks_total * r.block_tokens for r in loaded), default=None)
+    for role, accepting in (("prefill", ACCEPTS_PROMPTS), ("decode", ACCEPTS_KV)):
+        serving = [r for r in turn.state.replicas.values() if r.state in accepting]
+        room = max((r.blocks_total * r.block_tokens for r in serving), default=None)
         # A request ends at max_tokens without computing KV for its last token.
         wanted = arrived.prompt_tokens + (arrived.max_tokens - 1 if role == "decode" else 0)
         if room is not None and wanted > room:
@@ -58,7 +60,7 @@ def client_left(turn: Turn, left: ev.ClientLeft) -> None:
 def first_token_produced(turn: Turn, produced: ev.FirstTokenProduced) -> None:
     request = _held_by_source(turn, produced.request_id, produced.replica, produced.epoch)
     if request is not None and request.state is RequestState.PREFILLING:
-        turn.emit(ev.PrefillFinished(request.id))
+        turn.emit(ev.PrefillFinished(request.id, stays=1 - produced.held))
 
 
 def _held_by_source(turn: Turn, request_id: int, replica: str, epoch: int) -> Request | None:
@@ -171,6 +173,8 @@ def dispatch(turn: Turn) -> None:
             request.state is RequestState.MIGRATING
             and not request.lease_id
             and turn.mono_ns >= request.retry_ns
+            # One that changes its role keeps what it has, without a transfer.
+            and turn.state.replicas[request.source].state is not S.MUTATING_TO_DECODE
         ):
             _start_migration(turn, request)
     for request in list(turn.state.queued()):
@@ -186,42 +190,48 @@ def _start_prefill(turn: Turn, request: Request) -> bool:
 
     def has_room(replica: Replica) -> bool:
         granted = sum(map(_is_prefilling, turn.state.requests_on(replica.id)))
-        need = blocks_for(request.prompt_tokens + 1, replica.block_tokens)
+        need = _prefill_blocks(turn, request, replica)
         room = replica.blocks_total - turn.state.blocks_reserved(replica.id)
         return granted < turn.policy.max_prefills_per_replica and need <= room
 
-    candidates = [r for r in _in_state(turn, ReplicaState.PREFILL) if has_room(r)]
+    candidates = [r for r in _in_states(turn, S.PREFILL, S.COLOCATED) if has_room(r)]
     if not candidates:
         return False
     chosen = min(candidates, key=load)
-    blocks = blocks_for(request.prompt_tokens + 1, chosen.block_tokens)
+    blocks = _prefill_blocks(turn, request, chosen)
     turn.emit(ev.PrefillStarted(request.id, chosen.id, chosen.epoch, blocks))
-    turn.command(StartPrefill(chosen.id, chosen.epoch, request.id))
+    # With a single token to make there is nothing to hand over.
+    hold = chosen.state is S.PREFILL and request.max_tokens > 1
+    turn.command(StartPrefill(chosen.id, chosen.epoch, request.id, hold))
     return True
+
+
+def _prefill_blocks(turn: Turn, request: Request, replica: Replica) -> int:
+    if replica.state is S.COLOCATED:
+        return _decode_blocks(turn, request, replica)
+    return blocks_for(request.prompt_tokens + 1, replica.block_tokens)
+
+
+def _decode_blocks(turn: Turn, request: Request, replica: Replica) -> int:
+    output_tokens = min(request.max_tokens, turn.policy.decode_reserve_tokens)
+    wanted = blocks_for(request.prompt_tokens + output_tokens, replica.block_tokens)
+    return min(wanted, replica.blocks_total)
 
 
 def _is_prefilling(request: Request) -> bool:
     return request.state is RequestState.PREFILLING
 
 
-def _in_state(turn: Turn, wanted: ReplicaState) -> list[Replica]:
-    return [r for r in turn.state.replicas.values() if r.state is wanted]
+def _in_states(turn: Turn, *wanted: ReplicaState) -> list[Replica]:
+    return [r for r in turn.state.replicas.values() if r.state in wanted]
 
 
 def _start_migration(turn: Turn, request: Request) -> None:
-    output_tokens = min(request.max_tokens, turn.policy.decode_reserve_tokens)
-
-    def need(replica: Replica) -> int:
-        wanted = blocks_for(request.prompt_tokens + output_tokens, replica.block_tokens)
-        return min(wanted, replica.blocks_total)
-
-    reserved = {
-        r.id: turn.state.blocks_reserved(r.id) for r in _in_state(turn, ReplicaState.DECODE)
-    }
+    reserved = {r.id: turn.state.blocks_reserved(r.id) for r in _in_states(turn, *ACCEPTS_KV)}
     candidates = [
         r
-        for r in _in_state(turn, ReplicaState.DECODE)
-        if reserved[r.id] + need(r) <= r.blocks_total
+        for r in _in_states(turn, *ACCEPTS_KV)
+        if reserved[r.id] + _decode_blocks(turn, request, r) <= r.blocks_total
     ]
     if not candidates:
         return
@@ -229,5 +239,6 @@ def _start_migration(turn: Turn, request: Request) -> None:
     lease_id = turn.state.node.next_lease
     expires_ns = turn.mono_ns + turn.policy.lease_ttl_ms * MS
     hop = (request.source, request.source_epoch, chosen.id, chosen.epoch)
-    turn.emit(ev.MigrationStarted(lease_id, request.id, *hop, need(chosen), expires_ns))
+    blocks = _decode_blocks(turn, request, chosen)
+    turn.emit(ev.MigrationStarted(lease_id, request.id, *hop, blocks, expires_ns))
     turn.command(ImportKv(lease_id, request.id, *hop, expires_ns))

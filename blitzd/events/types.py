@@ -90,11 +90,13 @@ class LoadEnded(Payload, frozen=True, array_like=True):
 
 @record_type(9, Kind.INPUT)
 class FirstTokenProduced(Payload, frozen=True, array_like=True):
-    """The prompt is computed, the first token is out, the KV is held for export."""
+    """The prompt is computed and the first token is out. `held`: the KV waits for export
+    (1), or the worker goes on with it (0)."""
 
     replica: str
     epoch: int
     request_id: int
+    held: int = 1
 
 
 @record_type(10, Kind.INPUT)
@@ -146,6 +148,59 @@ class Ticked(Payload, frozen=True, array_like=True):
 class StopRequested(Payload, frozen=True, array_like=True):
     reason: str
     deadline_ns: int
+
+
+@record_type(16, Kind.INPUT, Durability.ACK)
+class DrainRequested(Payload, frozen=True, array_like=True):
+    """An operator wants this replica to finish what it has and take nothing new."""
+
+    replica: str
+    deadline_ns: int
+
+
+@record_type(17, Kind.INPUT, Durability.ACK)
+class UndrainRequested(Payload, frozen=True, array_like=True):
+    replica: str
+
+
+@record_type(18, Kind.INPUT, Durability.ACK)
+class RoleRequested(Payload, frozen=True, array_like=True):
+    """An operator wants this replica to be prefill, decode, colocated or spare."""
+
+    replica: str
+    role: str
+
+
+@record_type(19, Kind.INPUT, Durability.ACK)
+class LivePairRequested(Payload, frozen=True, array_like=True):
+    """An operator wants `new` to serve while it loads, with `old` finishing for it."""
+
+    new: str
+    old: str
+
+
+@record_type(20, Kind.INPUT, Durability.ACK)
+class ScaleRequested(Payload, frozen=True, array_like=True):
+    """An operator wants so many replicas of each role."""
+
+    prefill: int
+    decode: int
+
+
+@record_type(22, Kind.INPUT, Durability.ACK)
+class DeactivateRequested(Payload, frozen=True, array_like=True):
+    """An operator wants an empty replica to give up its weights."""
+
+    replica: str
+
+
+@record_type(21, Kind.INPUT)
+class PairDrained(Payload, frozen=True, array_like=True):
+    """The new side of a live pair has nothing left that the old side has to finish."""
+
+    replica: str
+    epoch: int
+    pair_id: int
 
 
 # Events: what the core decided, and all that the state is folded from.
@@ -246,6 +301,8 @@ class LoadFinished(Payload, frozen=True, array_like=True):
     bytes_total: int
     block_tokens: int
     blocks_total: int
+    trigger: str = "loaded"
+    """The table's: loaded, loaded_to_mutate or loaded_colocated."""
 
 
 @record_type(123, Kind.EVENT)
@@ -262,6 +319,133 @@ class DecodeOpened(Payload, frozen=True, array_like=True):
 
     replica: str
     epoch: int
+
+
+@record_type(125, Kind.EVENT, Durability.ACK)
+class PairOpened(Payload, frozen=True, array_like=True):
+    """`new` loads and serves at once; `old` finishes for it. One event moves both."""
+
+    pair_id: int
+    new: str
+    new_epoch: int
+    old: str
+    old_epoch: int
+    cap: int
+    """Requests begun on `new` and not ended, at most."""
+    source: str
+
+
+@record_type(126, Kind.EVENT, Durability.ACK)
+class PairSettled(Payload, frozen=True, array_like=True):
+    """Both are ordinary prefill replicas."""
+
+    pair_id: int
+
+
+@record_type(127, Kind.EVENT, Durability.ACK)
+class PairBroken(Payload, frozen=True, array_like=True):
+    """One side is gone, or the load failed; the other goes on by itself."""
+
+    pair_id: int
+    reason: str
+
+
+@record_type(128, Kind.EVENT, Durability.ACK)
+class MutationStarted(Payload, frozen=True, array_like=True):
+    """Prefill to decode or back, as the state says."""
+
+    replica: str
+    epoch: int
+    role: str
+
+
+@record_type(129, Kind.EVENT, Durability.ACK)
+class MutationFinished(Payload, frozen=True, array_like=True):
+    """The requests whose KV is here decode here, without a transfer: one event with the
+    change of role, so that none of them is without a home."""
+
+    replica: str
+    epoch: int
+    request_ids: tuple[int, ...]
+
+
+@record_type(130, Kind.EVENT, Durability.ACK)
+class ShutdownStarted(Payload, frozen=True, array_like=True):
+    replica: str
+    epoch: int
+    reason: str
+    deadline_ns: int
+
+
+@record_type(131, Kind.EVENT, Durability.ACK)
+class ReplicaRevived(Payload, frozen=True, array_like=True):
+    replica: str
+    epoch: int
+    role: str
+
+
+@record_type(132, Kind.EVENT, Durability.ACK)
+class ReplicaEmptied(Payload, frozen=True, array_like=True):
+    """Nothing is left on a shutting replica."""
+
+    replica: str
+    epoch: int
+
+
+@record_type(133, Kind.EVENT, Durability.ACK)
+class ReplicaExpired(Payload, frozen=True, array_like=True):
+    """An idle decode replica was shut in one go."""
+
+    replica: str
+    epoch: int
+    reason: str
+
+
+@record_type(134, Kind.EVENT, Durability.ACK)
+class NullReused(Payload, frozen=True, array_like=True):
+    replica: str
+    epoch: int
+    role: str
+
+
+@record_type(135, Kind.EVENT, Durability.ACK)
+class ReplicaDeactivated(Payload, frozen=True, array_like=True):
+    """Its weights are given up. `reason` is "plan" or "ttl"."""
+
+    replica: str
+    epoch: int
+    reason: str
+
+
+@record_type(136, Kind.EVENT, Durability.ACK)
+class RoleAssigned(Payload, frozen=True, array_like=True):
+    """What an inactive or failed replica is to become."""
+
+    replica: str
+    role: str
+
+
+@record_type(137, Kind.EVENT, Durability.ACK)
+class PrefillOpened(Payload, frozen=True, array_like=True):
+    """What a replica decoded has ended; it takes prompts from here on."""
+
+    replica: str
+    epoch: int
+
+
+@record_type(138, Kind.EVENT, Durability.ACK)
+class ScaleSet(Payload, frozen=True, array_like=True):
+    prefill: int
+    decode: int
+
+
+@record_type(139, Kind.EVENT, Durability.GROUP)
+class CommandRefused(Payload, frozen=True, array_like=True):
+    """An operator's command that does not fit the state. Nothing else changed."""
+
+    command: str
+    replica: str
+    reason: str
 
 
 @record_type(200, Kind.EVENT)
@@ -291,7 +475,10 @@ class PrefillStarted(Payload, frozen=True, array_like=True):
 
 @record_type(203, Kind.EVENT)
 class PrefillFinished(Payload, frozen=True, array_like=True):
+    """The first token is out. `stays`: it is decoded where it was prefilled (1 or 0)."""
+
     request_id: int
+    stays: int = 0
 
 
 @record_type(204, Kind.EVENT)

@@ -4,9 +4,10 @@ Promises: every transition is a row of one table; an event the table does not al
 refused and changes nothing; the same events give the same state and the same hash.
 """
 
-from blitzd.fsm.fold import IllegalEvent, fold
+from blitzd.fsm.fold import fold
+from blitzd.fsm.folding import IllegalEvent
 from blitzd.fsm.request import ENDS, RequestState
-from blitzd.fsm.state import ClusterState, Lease, Node, Replica, Request
+from blitzd.fsm.state import ClusterState, Lease, Node, Pair, Replica, Request
 from blitzd.fsm.table import IllegalTransition, ReplicaState
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "IllegalTransition",
     "Lease",
     "Node",
+    "Pair",
     "Replica",
     "ReplicaState",
     "Request",

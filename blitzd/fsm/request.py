@@ -29,6 +29,9 @@ NEXT: dict[tuple[RequestState, str], RequestState] = {
     (R.QUEUED, "prefill"): R.PREFILLING,
     (R.PREFILLING, "first_token"): R.MIGRATING,
     (R.MIGRATING, "arrived"): R.DECODING,
+    # Decoded where it was prefilled: on a colocated replica, or one that changes its role.
+    (R.PREFILLING, "stay"): R.DECODING,
+    (R.MIGRATING, "stay"): R.DECODING,
     # A request may end with its first token; none ends before it was computed.
     (R.PREFILLING, "finish"): R.FINISHED,
     (R.DECODING, "finish"): R.FINISHED,

@@ -29,13 +29,19 @@ class Node(msgspec.Struct):
     tallies: dict[str, int] = {}
     """Requests that have ended, by end, and stale notices. Ended requests leave the state."""
     next_lease: int = 1
+    next_pair: int = 1
+    wanted_prefill: int = 0
+    """What an operator scaled to; 0: nothing but the configuration."""
+    wanted_decode: int = 0
 
 
 class Replica(msgspec.Struct):
     id: str
     node: str
     role: str
-    """What the configuration wants it to be: prefill, decode or spare."""
+    """What it is to be: prefill, decode, colocated or spare (nothing)."""
+    configured: str
+    """The role that the configuration gave it; a change there overrides `role`."""
     state: ReplicaState = ReplicaState.INACTIVE
     epoch: int = 0
     worker: str = "absent"
@@ -56,6 +62,14 @@ class Replica(msgspec.Struct):
     blocks_sampled: int = 0
     """In use when the worker last said so."""
     running_sampled: int = 0
+    pair_id: int = 0
+    null_role: str = ""
+    """What a ShuttingNull was before."""
+    null_ns: int = 0
+    """Since when it is one."""
+    cordoned: int = 0
+    """1: an operator drained it, so that no plan brings it back."""
+    drain_deadline_ns: int = 0
     since_seq: int = 0
     """The event that led to this state, and what caused that event."""
     cause_seq: int = 0
@@ -94,7 +108,19 @@ class Lease(msgspec.Struct):
     expires_ns: int
 
 
-Entity = Node | Replica | Request | Lease
+class Pair(msgspec.Struct):
+    """Two prefill replicas of which one still loads."""
+
+    id: int
+    new: str
+    new_epoch: int
+    old: str
+    old_epoch: int
+    cap: int
+    opened_ns: int
+
+
+Entity = Node | Replica | Request | Lease | Pair
 Key = tuple[str, str | int]
 
 
@@ -108,6 +134,7 @@ class ClusterState:
         self.replicas: dict[str, Replica] = {}
         self.requests: dict[int, Request] = {}
         self.leases: dict[int, Lease] = {}
+        self.pairs: dict[int, Pair] = {}
         self._hashes: dict[Key, int] = {}
         self._dirty: set[Key] = {("node", 0)}
         self._sum = 0
@@ -157,6 +184,7 @@ class ClusterState:
             "replica": self.replicas,
             "request": self.requests,
             "lease": self.leases,
+            "pair": self.pairs,
         }
         entity: Entity | None = tables[kind].get(key)
         return entity
@@ -182,6 +210,10 @@ class ClusterState:
                 "version": self.node.version,
                 "phase": self.node.phase,
                 "drain_deadline_ns": self.node.drain_deadline_ns,
+                "wanted": {
+                    "prefill": self.node.wanted_prefill,
+                    "decode": self.node.wanted_decode,
+                },
                 "policy": dict(sorted(self.node.policy.items())),
                 "stale_notices": self.node.tallies.get("stale_notices", 0),
             },
@@ -192,6 +224,10 @@ class ClusterState:
             },
             "requests": by_state,
             "links": self._links_json(),
+            "pairs": [
+                {"id": pair.id, "new": pair.new, "old": pair.old, "cap": pair.cap}
+                for pair in self.pairs.values()
+            ],
         }
 
     def _replica_json(self, replica: Replica) -> dict[str, Any]:
@@ -201,6 +237,7 @@ class ClusterState:
             "state": replica.state.value,
             "role": replica.role,
             "node": replica.node,
+            "configured": replica.configured,
             "worker": replica.worker,
             "pid": replica.pid,
             "failures": replica.failures,
@@ -210,6 +247,9 @@ class ClusterState:
             "bytes_loaded": replica.bytes_loaded,
             "bytes_total": replica.bytes_total,
             "source": replica.source,
+            "pair": replica.pair_id,
+            "cordoned": bool(replica.cordoned),
+            "drain_deadline_ns": replica.drain_deadline_ns,
             "inflight": len(self.requests_on(replica.id)),
             "blocks_used": replica.blocks_sampled,
             "blocks_reserved": self.blocks_reserved(replica.id),
@@ -239,6 +279,7 @@ class ClusterState:
                 list(self.replicas.values()),
                 list(self.requests.values()),
                 list(self.leases.values()),
+                list(self.pairs.values()),
             ),
             order="deterministic",
         )
@@ -253,12 +294,15 @@ class ClusterState:
         state.replicas = {r.id: r for r in snapshot.replicas}
         state.requests = {r.id: r for r in snapshot.requests}
         state.leases = {lease.id: lease for lease in snapshot.leases}
+        state.pairs = {pair.id: pair for pair in snapshot.pairs}
         for replica in state.replicas:
             state.touch("replica", replica)
         for request in state.requests:
             state.touch("request", request)
         for lease in state.leases:
             state.touch("lease", lease)
+        for pair in state.pairs:
+            state.touch("pair", pair)
         return state
 
 
@@ -269,3 +313,4 @@ class _Snapshot(msgspec.Struct):
     replicas: list[Replica]
     requests: list[Request]
     leases: list[Lease]
+    pairs: list[Pair]

@@ -16,7 +16,7 @@ from blitzd.control.commands import Command, ShutDown
 from blitzd.control.core import Core
 from blitzd.events import types as ev
 from blitzd.events.record import Durability, Payload, Record
-from blitzd.fsm import Request
+from blitzd.fsm import Request, RequestState
 from blitzd.node.face import GenerateRequest, Observations, RequestRefused
 from blitzd.node.live import LiveRequest
 from blitzd.node.ports import Clock, Journal, JournalUnavailable, Workers
@@ -124,6 +124,8 @@ class Driver:
             elif finish in FINISHES:
                 ended = (FINISHES[finish], len(live.output), live.output_digest())
                 await self.post(ev.GenerationEnded(replica, epoch, request_id, *ended))
+            elif request.state is RequestState.PREFILLING and len(live.output) == 1:
+                await self.post(ev.FirstTokenProduced(replica, epoch, request_id, held=0))
         for request_id, error in zip(report.failed_ids, report.errors, strict=True):
             await self.post(ev.RequestErrored(replica, epoch, request_id, error))
         occupancy = (report.blocks_used, report.running)

@@ -81,11 +81,14 @@ class VirtualWorkers:
                 self._with(command, self._end)
             case cmd.ResetWorker():
                 self._with(command, lambda worker: worker.holdings.clear())
+            case cmd.DecodeLocally():
+                if live is not None:
+                    self._run(command, self._decode, live)
             case cmd.LoadModel():
                 self._run(command, self._load)
             case cmd.StartPrefill():
                 if live is not None:
-                    self._run(command, self._prefill, live)
+                    self._run(command, self._prefill, live, command.hold)
             case cmd.ImportKv():
                 if live is not None:
                     target = cmd.LoadModel(command.target, command.target_epoch)
@@ -186,7 +189,7 @@ class VirtualWorkers:
         ended = ev.LoadEnded(*on, "d", "map", LAYERS, LAYERS * 10, BLOCK_TOKENS, BLOCKS, reason)
         await self._post(worker, ended, certain=True)
 
-    async def _prefill(self, worker: VirtualWorker, live: LiveRequest) -> None:
+    async def _prefill(self, worker: VirtualWorker, live: LiveRequest, hold: bool) -> None:
         prompt = len(live.request.prompt_tokens)
         worker.holdings[live.request_id] = -(-(prompt + 1) // BLOCK_TOKENS)
         await self._pause(worker, 0.0005 * prompt)
@@ -200,8 +203,11 @@ class VirtualWorkers:
         if live.request.max_tokens == 1:
             del worker.holdings[live.request_id]
             await self._token(worker, live, 0, F.LENGTH)
-        else:
+        elif hold:
             await self._token(worker, live, 0, F.HELD)
+        else:
+            await self._token(worker, live, 0, F.NONE)
+            await self._decode(worker, live)
 
     async def _import(
         self, worker: VirtualWorker, command: cmd.ImportKv, live: LiveRequest

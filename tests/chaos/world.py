@@ -16,8 +16,9 @@ from trio.testing import MockClock
 from blitzd.control.core import Core
 from blitzd.control.policy import Policy
 from blitzd.events import types as ev
-from blitzd.events.record import Record
+from blitzd.events.record import Payload, Record
 from blitzd.fsm import ClusterState, fold
+from blitzd.fsm.invariants import violations
 from blitzd.node.driver import Driver
 from blitzd.node.face import GenerateRequest, GenerationFailed, RequestRefused
 from blitzd.node.observe import new_observations
@@ -25,6 +26,7 @@ from blitzd.node.ports import JournalUnavailable
 from tests.chaos.workers import Faults, VirtualWorkers, token_at
 
 VIRTUAL_LIMIT_S = 600.0
+ROLES = ("prefill", "decode")
 
 
 class VirtualClock:
@@ -77,6 +79,7 @@ class Scenario:
     hangs: int
     slow: int
     disk_full: int
+    commands: int
     leavers: float
 
     @classmethod
@@ -104,6 +107,7 @@ class Scenario:
             hangs=random.choice([0, 0, 1, 2]),
             slow=random.choice([0, 0, 1]),
             disk_full=random.choice([0, 0, 0, 1, 2]),
+            commands=random.choice([0, 0, 5, 20]),
             leavers=random.choice([0.0, 0.1, 0.5]),
         )
 
@@ -135,6 +139,7 @@ class World:
                 await driver.post(ev.Booted(1, "test", "local", scenario.replicas, policy))
                 async with anyio.create_task_group() as life:
                     life.start_soon(self._break_things, workers)
+                    life.start_soon(self._operate, driver)
                     await self._arrivals(driver, life)
                 await self._settle(workers)
                 self._check_quiet(workers)
@@ -223,6 +228,32 @@ class World:
                 else:
                     worker.slowness = 10.0
 
+    # What operators do.
+
+    async def _operate(self, driver: Driver) -> None:
+        random = self.random
+        replicas = [replica_id for replica_id, _ in self.scenario.replicas]
+        for _ in range(self.scenario.commands):
+            await anyio.sleep(random.expovariate(1.0))
+            chosen = random.choice(replicas)
+            command: Payload = random.choice(
+                [
+                    ev.DrainRequested(chosen, random.choice([0, driver.last_turn_ns + 10**9])),
+                    ev.UndrainRequested(chosen),
+                    ev.RoleRequested(chosen, random.choice(["prefill", "decode", "colocated"])),
+                    ev.DeactivateRequested(chosen),
+                    ev.ScaleRequested(random.randint(0, 3), random.randint(0, 3)),
+                ]
+            )
+            await driver.post(command)
+        # Whatever they did, in the end they want a service that works.
+        for replica_id, role in self.scenario.replicas:
+            await driver.post(ev.UndrainRequested(replica_id))
+            await driver.post(ev.RoleRequested(replica_id, role))
+        if self.scenario.commands:
+            counts = [sum(r == role for _, r in self.scenario.replicas) for role in ROLES]
+            await driver.post(ev.ScaleRequested(*counts))
+
     # What must hold.
 
     async def _settle(self, workers: VirtualWorkers) -> None:
@@ -234,9 +265,10 @@ class World:
 
     def _settled(self) -> bool:
         state = self.core.state
-        roles = {"prefill": "Prefill", "decode": "Decode", "spare": "Inactive"}
+        states = {"prefill": "Prefill", "decode": "Decode", "colocated": "Colocated"}
         return not state.requests and all(
-            r.worker == "attached" and r.state == roles[r.role] for r in state.replicas.values()
+            r.worker == "attached" and (r.role == "spare" or r.state == states[r.role])
+            for r in state.replicas.values()
         )
 
     def _check_quiet(self, workers: VirtualWorkers) -> None:
@@ -267,6 +299,7 @@ class World:
             if self.verbose:
                 print(line(record))
             fold(state, record)
+            assert violations(state) == []
             if isinstance(record.payload, ENDS):
                 ends[record.payload.request_id] = ends.get(record.payload.request_id, 0) + 1
         assert state.hash() == self.core.state.hash(), "the log folds to another state"

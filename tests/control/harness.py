@@ -8,6 +8,7 @@ from blitzd.control.policy import Policy
 from blitzd.events import types as ev
 from blitzd.events.record import Kind, Payload, Record
 from blitzd.fsm import ClusterState, Replica, ReplicaState, RequestState, fold
+from blitzd.fsm.invariants import violations
 
 MS = 1_000_000
 BLOCKS = 64
@@ -33,6 +34,7 @@ class Harness:
         """The events that came of it. Fails when the fold refused a decision."""
         step = self.core.step(payload, self.now, 0)
         assert step.fault is None, step.fault
+        assert violations(self.state) == []
         self.log += step.records
         self.commands = step.commands
         return [r.payload for r in step.records if r.payload.kind is Kind.EVENT]

@@ -18,7 +18,7 @@ def test_a_request_goes_through_every_state_and_leaves_nothing_behind() -> None:
     world = Harness().serving("prefill", "decode")
     world.arrive(1)
     assert world.request_state(1) is RequestState.PREFILLING
-    assert world.commanded(StartPrefill) == [StartPrefill("r0", 1, 1)]
+    assert world.commanded(StartPrefill) == [StartPrefill("r0", 1, 1, hold=True)]
     world.first_token(1)
     assert world.request_state(1) is RequestState.MIGRATING
     [call] = world.commanded(ImportKv)

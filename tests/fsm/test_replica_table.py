@@ -44,4 +44,6 @@ def test_no_two_rows_contradict_each_other() -> None:
 def test_a_refusal_says_what_would_be_accepted() -> None:
     with pytest.raises(IllegalTransition) as refusal:
         next_state("replica r7", ReplicaState.DECODE, "loaded")
-    assert str(refusal.value) == "replica r7 is Decode: it does not take 'loaded' (it takes lose)"
+    assert str(refusal.value) == (
+        "replica r7 is Decode: it does not take 'loaded' (it takes expire, lose, mutate, shut)"
+    )

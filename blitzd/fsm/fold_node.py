@@ -1,0 +1,32 @@
+"""Folders of the node itself."""
+
+from blitzd.events import types as ev
+from blitzd.events.record import Record
+from blitzd.fsm.folding import folds
+from blitzd.fsm.state import ClusterState
+
+
+@folds(ev.NodeStarted)
+def _(state: ClusterState, event: ev.NodeStarted, record: Record) -> None:
+    node = state.node
+    node.name, node.version, node.boot_epoch = event.node, event.version, event.boot_epoch
+    node.phase, node.drain_deadline_ns = "running", 0
+    node.policy = dict(event.policy)
+    # The core's clock starts again with each boot, so times of the last one mean nothing.
+    for replica in state.replicas.values():
+        replica.retry_ns = replica.failures = 0
+        state.touch("replica", replica.id)
+    state.touch("node", 0)
+
+
+@folds(ev.NodeDraining)
+def _(state: ClusterState, event: ev.NodeDraining, record: Record) -> None:
+    state.node.phase = "draining"
+    state.node.drain_deadline_ns = event.deadline_ns
+    state.touch("node", 0)
+
+
+@folds(ev.NodeStopped)
+def _(state: ClusterState, event: ev.NodeStopped, record: Record) -> None:
+    state.node.phase = "stopped"
+    state.touch("node", 0)

@@ -1,0 +1,64 @@
+"""Folders of live pairs: one event moves both sides, or neither."""
+
+from blitzd.events import types as ev
+from blitzd.events.record import Record
+from blitzd.fsm.folding import IllegalEvent, folds, forget_weights, move, pair_of, replica_of
+from blitzd.fsm.state import ClusterState, Pair
+from blitzd.fsm.table import ReplicaState, next_state
+
+
+@folds(ev.PairOpened)
+def _(state: ClusterState, event: ev.PairOpened, record: Record) -> None:
+    new = replica_of(state, event.new, event.new_epoch)
+    old = replica_of(state, event.old, event.old_epoch)
+    if event.pair_id != state.node.next_pair or new is old:
+        raise IllegalEvent(f"pair {event.pair_id} of {new.id} and {old.id} is out of order")
+    next_state(f"replica {old.id}", old.state, "pair_old")
+    move(new, "pair_new", record)
+    move(old, "pair_old", record)
+    forget_weights(new)
+    new.role, new.source = "prefill", event.source
+    state.pairs[event.pair_id] = Pair(
+        event.pair_id, new.id, new.epoch, old.id, old.epoch, event.cap, record.mono_ns
+    )
+    new.pair_id = old.pair_id = event.pair_id
+    state.node.next_pair += 1
+    for replica in (new, old):
+        state.touch("replica", replica.id)
+    state.touch("pair", event.pair_id)
+    state.touch("node", 0)
+
+
+@folds(ev.PairSettled)
+def _(state: ClusterState, event: ev.PairSettled, record: Record) -> None:
+    pair = pair_of(state, event.pair_id)
+    new = replica_of(state, pair.new, pair.new_epoch)
+    old = replica_of(state, pair.old, pair.old_epoch)
+    next_state(f"replica {old.id}", old.state, "settle")
+    move(new, "settle", record)
+    move(old, "settle", record)
+    _part(state, pair)
+
+
+@folds(ev.PairBroken)
+def _(state: ClusterState, event: ev.PairBroken, record: Record) -> None:
+    """The surviving side, if it is not moved by the event that broke the pair."""
+    pair = pair_of(state, event.pair_id)
+    for replica_id, epoch in ((pair.new, pair.new_epoch), (pair.old, pair.old_epoch)):
+        replica = state.replicas.get(replica_id)
+        if replica is not None and replica.epoch == epoch and replica.state in _SETTLES:
+            move(replica, "settle", record)
+    _part(state, pair)
+
+
+_SETTLES = (ReplicaState.OLD_PREFILL, ReplicaState.REFACTORY_PREFILL)
+
+
+def _part(state: ClusterState, pair: Pair) -> None:
+    del state.pairs[pair.id]
+    state.touch("pair", pair.id)
+    for replica_id in (pair.new, pair.old):
+        replica = state.replicas.get(replica_id)
+        if replica is not None and replica.pair_id == pair.id:
+            replica.pair_id = 0
+            state.touch("replica", replica_id)

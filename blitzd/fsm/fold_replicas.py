@@ -1,0 +1,124 @@
+"""Folders of replicas and their workers: registration, life, loads, samples."""
+
+from blitzd.events import types as ev
+from blitzd.events.record import Record
+from blitzd.fsm.folding import IllegalEvent, count, folds, forget_weights, move, replica_of
+from blitzd.fsm.state import ClusterState, Replica
+
+
+@folds(ev.ReplicaRegistered)
+def _(state: ClusterState, event: ev.ReplicaRegistered, record: Record) -> None:
+    replica = state.replicas.get(event.replica)
+    if replica is None:
+        replica = Replica(event.replica, event.node, event.role, event.role)
+        replica.since_seq, replica.cause_seq = record.seq, record.cause
+        state.replicas[event.replica] = replica
+    replica.role = replica.configured = event.role
+    replica.node = event.node
+    state.touch("replica", event.replica)
+
+
+@folds(ev.ReplicaRetired)
+def _(state: ClusterState, event: ev.ReplicaRetired, record: Record) -> None:
+    replica = replica_of(state, event.replica)
+    if replica.worker != "absent":
+        raise IllegalEvent(f"replica {replica.id} has a worker ({replica.worker})")
+    del state.replicas[replica.id]
+    state.touch("replica", replica.id)
+
+
+@folds(ev.WorkerSpawning)
+def _(state: ClusterState, event: ev.WorkerSpawning, record: Record) -> None:
+    replica = replica_of(state, event.replica)
+    if replica.worker != "absent" or event.epoch != replica.epoch + 1:
+        raise IllegalEvent(
+            f"replica {replica.id} has worker {replica.worker} of epoch {replica.epoch}:"
+            f" cannot spawn epoch {event.epoch}"
+        )
+    replica.epoch, replica.worker, replica.pid = event.epoch, "spawning", 0
+    state.touch("replica", replica.id)
+
+
+@folds(ev.WorkerSpawned)
+def _(state: ClusterState, event: ev.WorkerSpawned, record: Record) -> None:
+    replica = replica_of(state, event.replica, event.epoch)
+    replica.worker, replica.pid = "spawned", event.pid
+    state.touch("replica", replica.id)
+
+
+@folds(ev.WorkerAttached)
+def _(state: ClusterState, event: ev.WorkerAttached, record: Record) -> None:
+    replica = replica_of(state, event.replica, event.epoch)
+    move(replica, "attach", record)
+    replica.worker, replica.pid = "attached", event.pid
+    state.touch("replica", replica.id)
+
+
+@folds(ev.WorkerLost)
+def _(state: ClusterState, event: ev.WorkerLost, record: Record) -> None:
+    replica = replica_of(state, event.replica, event.epoch)
+    move(replica, "lose", record)
+    replica.worker, replica.pid = "absent", 0
+    replica.failures += 1
+    replica.retry_ns = event.retry_ns
+    replica.drain_deadline_ns = 0
+    forget_weights(replica)
+    state.touch("replica", replica.id)
+
+
+@folds(ev.LoadStarted)
+def _(state: ClusterState, event: ev.LoadStarted, record: Record) -> None:
+    replica = replica_of(state, event.replica, event.epoch)
+    move(replica, f"load_{event.role}", record)
+    forget_weights(replica)
+    replica.source = event.source
+    state.touch("replica", replica.id)
+
+
+@folds(ev.LoadProgressed)
+def _(state: ClusterState, event: ev.LoadProgressed, record: Record) -> None:
+    replica = replica_of(state, event.replica, event.epoch)
+    replica.layers_ready, replica.layers_total = event.layers_ready, event.layers_total
+    replica.bytes_loaded, replica.bytes_total = event.bytes_loaded, event.bytes_total
+    state.touch("replica", replica.id)
+
+
+@folds(ev.LoadFinished)
+def _(state: ClusterState, event: ev.LoadFinished, record: Record) -> None:
+    replica = replica_of(state, event.replica, event.epoch)
+    move(replica, event.trigger, record)
+    replica.digest, replica.source = event.digest, event.source
+    replica.layers_ready = replica.layers_total = event.layers_total
+    replica.bytes_loaded = replica.bytes_total = event.bytes_total
+    replica.block_tokens, replica.blocks_total = event.block_tokens, event.blocks_total
+    replica.failures = 0
+    state.touch("replica", replica.id)
+
+
+@folds(ev.LoadFailed)
+def _(state: ClusterState, event: ev.LoadFailed, record: Record) -> None:
+    replica = replica_of(state, event.replica, event.epoch)
+    move(replica, "load_failed", record)
+    replica.failures += 1
+    replica.retry_ns = event.retry_ns
+    forget_weights(replica)
+    state.touch("replica", replica.id)
+
+
+@folds(ev.DecodeOpened)
+def _(state: ClusterState, event: ev.DecodeOpened, record: Record) -> None:
+    replica = replica_of(state, event.replica, event.epoch)
+    move(replica, "open", record)
+    state.touch("replica", replica.id)
+
+
+@folds(ev.OccupancySampled)
+def _(state: ClusterState, event: ev.OccupancySampled, record: Record) -> None:
+    replica = replica_of(state, event.replica, event.epoch)
+    replica.blocks_sampled, replica.running_sampled = event.blocks_used, event.running
+    state.touch("replica", replica.id)
+
+
+@folds(ev.StaleNoticeIgnored)
+def _(state: ClusterState, event: ev.StaleNoticeIgnored, record: Record) -> None:
+    count(state, "stale_notices")

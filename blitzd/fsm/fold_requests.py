@@ -1,0 +1,148 @@
+"""Folders of requests and their KV leases."""
+
+from blitzd.events import types as ev
+from blitzd.events.record import Record
+from blitzd.fsm.folding import IllegalEvent, count, folds, lease_of, replica_of, request_of
+from blitzd.fsm.request import RequestState, next_request_state
+from blitzd.fsm.state import ClusterState, Lease, Request
+from blitzd.fsm.table import ACCEPTS_KV, ACCEPTS_PROMPTS, ReplicaState
+
+
+@folds(ev.RequestAccepted)
+def _(state: ClusterState, event: ev.RequestAccepted, record: Record) -> None:
+    if event.request_id in state.requests:
+        raise IllegalEvent(f"request {event.request_id} was accepted before")
+    state.requests[event.request_id] = Request(
+        event.request_id,
+        RequestState.QUEUED,
+        event.prompt_tokens,
+        event.max_tokens,
+        event.seed,
+        event.deadline_ns,
+        arrived_ns=record.mono_ns,
+    )
+    state.touch("request", event.request_id)
+
+
+@folds(ev.RequestRejected)
+def _(state: ClusterState, event: ev.RequestRejected, record: Record) -> None:
+    count(state, RequestState.REJECTED.value)
+
+
+@folds(ev.PrefillStarted)
+def _(state: ClusterState, event: ev.PrefillStarted, record: Record) -> None:
+    request = request_of(state, event.request_id)
+    _accepting(state, event.replica, event.epoch, ACCEPTS_PROMPTS, "prompts")
+    request.state = next_request_state(request.id, request.state, "prefill")
+    request.source, request.source_epoch = event.replica, event.epoch
+    request.source_blocks = event.blocks
+    state.touch("request", request.id)
+
+
+def _accepting(
+    state: ClusterState, replica_id: str, epoch: int, states: frozenset[ReplicaState], what: str
+) -> None:
+    """The guard: raises IllegalEvent when `what` may not enter the replica now."""
+    replica = replica_of(state, replica_id, epoch)
+    if replica.state not in states:
+        raise IllegalEvent(f"replica {replica.id} is {replica.state}: it accepts no {what}")
+
+
+@folds(ev.PrefillFinished)
+def _(state: ClusterState, event: ev.PrefillFinished, record: Record) -> None:
+    request = request_of(state, event.request_id)
+    if event.stays:
+        request.state = next_request_state(request.id, request.state, "stay")
+        settle_down(request)
+    else:
+        request.state = next_request_state(request.id, request.state, "first_token")
+    state.touch("request", request.id)
+
+
+def settle_down(request: Request) -> None:
+    """What was its source is its target from here on."""
+    request.target, request.target_epoch = request.source, request.source_epoch
+    request.target_blocks = request.source_blocks
+    request.source, request.source_epoch, request.source_blocks = "", 0, 0
+
+
+@folds(ev.MigrationStarted)
+def _(state: ClusterState, event: ev.MigrationStarted, record: Record) -> None:
+    request = request_of(state, event.request_id)
+    if request.state is not RequestState.MIGRATING or request.lease_id:
+        raise IllegalEvent(
+            f"request {request.id} is {request.state} with lease {request.lease_id}:"
+            " it takes no KV lease"
+        )
+    if event.lease_id != state.node.next_lease:
+        raise IllegalEvent(f"lease {event.lease_id} is out of order ({state.node.next_lease})")
+    if event.source == event.target:
+        raise IllegalEvent(f"lease {event.lease_id} leads from {event.source} to itself")
+    _accepting(state, event.target, event.target_epoch, ACCEPTS_KV, "KV")
+    request.target, request.target_epoch = event.target, event.target_epoch
+    request.target_blocks, request.lease_id = event.blocks, event.lease_id
+    state.leases[event.lease_id] = Lease(
+        event.lease_id,
+        event.request_id,
+        event.source,
+        event.source_epoch,
+        event.target,
+        event.target_epoch,
+        record.mono_ns,
+        event.expires_ns,
+    )
+    state.node.next_lease += 1
+    state.touch("node", 0)
+    state.touch("request", request.id)
+    state.touch("lease", event.lease_id)
+
+
+@folds(ev.MigrationFinished)
+def _(state: ClusterState, event: ev.MigrationFinished, record: Record) -> None:
+    lease = lease_of(state, event.lease_id)
+    request = request_of(state, lease.request_id)
+    request.state = next_request_state(request.id, request.state, "arrived")
+    request.source, request.source_epoch, request.source_blocks = "", 0, 0
+    _close(state, lease, request)
+
+
+@folds(ev.MigrationFailed)
+def _(state: ClusterState, event: ev.MigrationFailed, record: Record) -> None:
+    lease = lease_of(state, event.lease_id)
+    request = request_of(state, lease.request_id)
+    request.target, request.target_epoch, request.target_blocks = "", 0, 0
+    request.retry_ns = event.retry_ns
+    _close(state, lease, request)
+
+
+def _close(state: ClusterState, lease: Lease, request: Request) -> None:
+    del state.leases[lease.id]
+    request.lease_id = 0
+    state.touch("lease", lease.id)
+    state.touch("request", request.id)
+
+
+@folds(ev.RequestFinished)
+def _(state: ClusterState, event: ev.RequestFinished, record: Record) -> None:
+    _end(state, event.request_id, "finish")
+
+
+@folds(ev.RequestFailed)
+def _(state: ClusterState, event: ev.RequestFailed, record: Record) -> None:
+    _end(state, event.request_id, "fail")
+
+
+@folds(ev.RequestCancelled)
+def _(state: ClusterState, event: ev.RequestCancelled, record: Record) -> None:
+    _end(state, event.request_id, "cancel")
+
+
+def _end(state: ClusterState, request_id: int, trigger: str) -> None:
+    request = request_of(state, request_id)
+    end = next_request_state(request.id, request.state, trigger)
+    if request.lease_id:
+        state.touch("lease", request.lease_id)
+        del state.leases[request.lease_id]
+    del state.requests[request.id]
+    state.touch("request", request.id)
+    count(state, end.value)
