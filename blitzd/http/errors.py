@@ -95,5 +95,8 @@ def _of_aiohttp(failure: web.HTTPException) -> ApiError:
             message = f"{failure.method} is not allowed here; allowed: {allowed}"
             headers = {"Allow": allowed}
             return ApiError(405, message, code="method_not_allowed", headers=headers)
+        case web.HTTPExpectationFailed():
+            message = f"{failure.text}; accepted: 100-continue"
+            return ApiError(417, message, code="expectation_failed", param="Expect")
     reason = failure.reason.lower()
     return ApiError(failure.status, reason, code=reason.replace(" ", "_"))

@@ -1,10 +1,12 @@
 """Clients that leave, do not read, or do not write: what they held is freed, always."""
 
+import asyncio
 import contextlib
 import json
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -82,6 +84,17 @@ def test_leaving_cancels_every_choice() -> None:
         eventually(lambda: list(node.open.values()) == ["decoding"] * 3)
         sock.close()
         eventually(lambda: node.ends["cancelled"] == 3, within_s=1.0)
+
+
+def test_leaving_stops_the_prompts_that_are_not_started() -> None:
+    node = ScriptedNode([FOREVER], accept_s=0.2)
+    with served(node) as server:
+        sock = server.raw(post(PLAIN, {"model": MODEL, "prompt": ["x"] * 10}))
+        eventually(lambda: len(node.asked) == 2)
+        sock.close()
+        eventually(lambda: node.ends["cancelled"] == 2, within_s=1.0)
+    assert len(node.asked) == 2
+    assert node.open == {}
 
 
 def test_many_that_leave_leave_no_trace() -> None:
@@ -171,6 +184,33 @@ def test_a_big_answer_that_nobody_reads_is_dropped() -> None:
         eventually(lambda: node.ends["finished"] == 1)
         time.sleep(0.6)
         assert len(rest_of(sock)) < 20_000_000
+
+
+def test_an_answer_left_in_the_kernel_is_dropped() -> None:
+    """The handler is long done, and the connection looks idle: only the kernel knows."""
+    node = ScriptedNode([Delta("x" * 300_000, (1,), "stop")])
+    with served(node, Limits(send_s=0.4, idle_s=60.0, shutdown_s=2.0)) as server:
+        before = len(asyncio.all_tasks(server.loop))
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.where.port))
+        sock.sendall(post(PLAIN, {"model": MODEL, "prompt": "x"}))
+        eventually(lambda: node.ends["finished"] == 1)
+        assert len(asyncio.all_tasks(server.loop)) > before
+        eventually(lambda: len(asyncio.all_tasks(server.loop)) == before, within_s=4.0)
+        sock.close()
+
+
+def test_a_reader_of_the_unix_socket_that_does_not_read_is_cut_off(tmp_path: Path) -> None:
+    node = ScriptedNode(records=[{"seq": n, "payload": "x" * 10_000} for n in range(1, 1001)])
+    path = tmp_path / "admin.sock"
+    with served(node, Limits(send_s=0.3, shutdown_s=2.0), admin_socket=path):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(str(path))
+        sock.sendall(b"GET /admin/events?follow=1 HTTP/1.1\r\nHost: x\r\n\r\n")
+        eventually(lambda: node.followers == 1)
+        eventually(lambda: node.followers == 0, within_s=2.0)
+        assert not rest_of(sock).endswith(b"0\r\n\r\n")
 
 
 def test_a_body_that_does_not_come_is_a_408() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from blitzd.http import Limits, serve
 from blitzd.node.face import Health
-from tests.http.scripted_node import FOREVER, Pause, ScriptedNode, say
+from tests.http.scripted_node import FOREVER, MODEL, ByteTokenizer, Pause, ScriptedNode, say
 from tests.http.served import Served, chat_body, eventually, frames, post, served
 
 CHAT = "/v1/chat/completions"
@@ -55,21 +55,26 @@ def test_bodies_have_a_limit() -> None:
     assert node.asked == []
 
 
+HOST = b"Host: x\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST
+NOT_HTTP = [
+    (b"garbage\r\n\r\n", 400, "method"),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 64, 400, "HTTPS"),
+    (b"GET /live HTTP/9.9\r\n" + HOST + b"\r\n", 400, "version"),
+    (b"GET /live HTTP/1.1\r\n\r\n", 400, "Host"),
+    (b"GET /live HTTP/1.1\r\n" + HOST + b"X: " + b"y" * 10_000 + b"\r\n\r\n", 400, "8190"),
+    (b"GET /" + b"y" * 10_000 + b" HTTP/1.1\r\n" + HOST + b"\r\n", 400, "8190"),
+    (b"GET /live HTTP/1.1\r\n" + HOST + b"X: y\r\n" * 300 + b"\r\n", 400, "headers"),
+    (POST + b"Content-Length: x\r\n\r\n", 400, "Content-Length"),
+    (POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400, "chunk"),
+    (POST + b"Expect: miracles\r\nContent-Length: 0\r\n\r\n", 417, "100-continue"),
+]
+
+
 @pytest.mark.parametrize(
-    "data",
-    [
-        b"garbage\r\n\r\n",
-        b"GET /live HTTP/9.9\r\n\r\n",
-        b"GET /live HTTP/1.1\r\nX: " + b"y" * 10_000 + b"\r\n\r\n",
-        b"GET /" + b"y" * 10_000 + b" HTTP/1.1\r\n\r\n",
-        b"GET /live HTTP/1.1\r\n" + b"X: y\r\n" * 300 + b"\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nExpect: miracles\r\nContent-Length: 0\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 64,
-    ],
+    ("data", "status", "word"), NOT_HTTP, ids=[f"{row[2]}-{i}" for i, row in enumerate(NOT_HTTP)]
 )
-def test_what_is_not_http_gets_an_error_object(data: bytes) -> None:
+def test_what_is_not_http_gets_an_error_object(data: bytes, status: int, word: str) -> None:
     with served(ScriptedNode()) as server:
         sock = server.raw(data)
         answer = b""
@@ -79,8 +84,18 @@ def test_what_is_not_http_gets_an_error_object(data: bytes) -> None:
             answer += received
         sock.close()
     head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.split(b" ")[1] in (b"400", b"417")
-    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    assert int(head.split(b" ")[1]) == status
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert word.lower() in error["message"].lower()
+    assert b"aiohttp" not in head
+
+
+def test_a_body_too_long_is_refused_before_it_is_sent() -> None:
+    with served(ScriptedNode()) as server:
+        sock = server.raw(POST + b"Content-Length: 99999999999\r\n\r\n")
+        assert b" 413 " in sock.recv(65536).splitlines()[0]
+        sock.close()
 
 
 PROBES = [
@@ -185,6 +200,27 @@ def test_the_admin_socket_replaces_no_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not a socket"), served(ScriptedNode(), admin_socket=path):
         pass
     assert path.read_text() == "mine"
+
+
+def test_a_long_prompt_does_not_hold_up_the_others() -> None:
+    class Slow(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            time.sleep(0.5)
+            return super().encode(text)
+
+    class SlowNode(ScriptedNode):
+        def tokenizer(self, model: str) -> ByteTokenizer:
+            return Slow()
+
+    with served(SlowNode()) as server:
+        body = {"model": MODEL, "prompt": "x" * 50_000}
+        sock = server.raw(post("/v1/completions", body))
+        time.sleep(0.1)
+        started = time.monotonic()
+        assert server.ask("GET", "/live").status == 200
+        assert time.monotonic() - started < 0.3
+        assert b"context_length_exceeded" in sock.recv(65536)
+        sock.close()
 
 
 def test_the_public_port_has_no_admin_routes() -> None:
