@@ -1,0 +1,140 @@
+"""What happens when processes die: workers, the daemon, all at once."""
+
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.daemon import BLITZD, Daemon, blitzd_json, wait_for, worker_pids
+
+
+@pytest.fixture
+def fresh(state_dir: Path) -> Iterator[Daemon]:
+    running = Daemon(state_dir, "--spare", "0")
+    try:
+        yield running
+    finally:
+        running.end()
+
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+
+
+def stream_until_failure(daemon: Daemon, seen: list[dict[str, Any]]) -> None:
+    seen.extend(daemon.stream("/v1/completions", LONG))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_worker_is_noticed_logged_and_replaced(fresh: Daemon, role: str) -> None:
+    fresh.start().ready()
+    seen: list[dict[str, Any]] = []
+    client = threading.Thread(target=stream_until_failure, args=(fresh, seen))
+    client.start()
+    wait_for("a few tokens", lambda: fresh.replica("decode")["inflight"] == 1)
+    victim = fresh.replica(role)
+    killed_ns = time.time_ns()
+    os.kill(victim["pid"], signal.SIGKILL)
+    wait_for("the new worker", lambda: fresh.replica(role)["epoch"] == victim["epoch"] + 1)
+    [lost] = [e for e in fresh.events() if e["type"] == "WorkerLost"]
+    assert lost["payload"]["replica"] == victim["id"]
+    assert "SIGKILL" in lost["payload"]["reason"]
+    assert (lost["wall_ns"] - killed_ns) / 1e6 < 100
+    client.join(60)
+    if role == "decode":
+        error = seen[-1]["error"]
+        assert victim["id"] in error["message"]
+        assert "SIGKILL" in error["message"]
+    else:
+        # Its KV had left the prefill replica: nothing of it was lost.
+        assert seen[-1]["choices"][0]["finish_reason"] == "length"
+    fresh.ready()
+    assert fresh.complete(prompt="Hello", max_tokens=4, temperature=0)["choices"][0]["text"]
+    fresh.idle()
+
+
+def test_a_killed_daemon_comes_back_to_its_workers(fresh: Daemon) -> None:
+    fresh.start().ready()
+    before = {r["id"]: (r["epoch"], r["pid"]) for r in fresh.state()["replicas"]}
+    fresh.kill()
+    verified = blitzd_json("log", "verify", str(fresh.state_dir))
+    assert verified["ok"], verified
+    fresh.start().ready()
+    after = {r["id"]: (r["epoch"], r["pid"]) for r in fresh.state()["replicas"]}
+    assert after == before, "workers that still served were started anew"
+    assert fresh.complete(prompt="Hello", max_tokens=4, temperature=0)["choices"][0]["text"]
+
+
+def test_a_daemon_killed_while_it_loads_starts_again(fresh: Daemon) -> None:
+    for attempt in range(3):
+        fresh.start()
+        wait_for("its log", lambda: any(fresh.state_dir.glob("log/*.log")))
+        time.sleep(0.4 * (attempt + 1))
+        fresh.kill()
+        assert blitzd_json("log", "verify", str(fresh.state_dir))["ok"]
+    fresh.start().ready()
+    assert fresh.complete(prompt="Hello", max_tokens=4, temperature=0)["choices"][0]["text"]
+    wait_for("old workers to go", lambda: len(worker_pids(fresh.state_dir)) == 2)
+
+
+def test_sigterm_finishes_what_runs_and_leaves_no_process(fresh: Daemon) -> None:
+    fresh.start().ready()
+    seen: list[dict[str, Any]] = []
+    body = LONG | {"max_tokens": 60}
+    client = threading.Thread(target=lambda: seen.extend(fresh.stream("/v1/completions", body)))
+    client.start()
+    wait_for("it runs", lambda: fresh.replica("decode")["inflight"] == 1)
+    assert fresh.process is not None
+    fresh.process.send_signal(signal.SIGTERM)
+    wait_for("draining", lambda: fresh.get_status("/health") == 503)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        fresh.complete(prompt="Hello", max_tokens=1)
+    assert refused.value.code == 503
+    assert b"shutting down" in refused.value.read()
+    client.join(60)
+    assert seen[-1]["choices"][0]["finish_reason"] == "length"
+    assert fresh.process.wait(30) == 0
+    assert worker_pids(fresh.state_dir) == []
+    replayed = blitzd_json("replay", str(fresh.state_dir), "--state")
+    assert replayed["node"]["phase"] == "stopped"
+    assert replayed["requests"]["finished"] == 1
+
+
+def test_a_second_daemon_on_the_same_state_is_refused_by_name(fresh: Daemon) -> None:
+    fresh.start().ready()
+    assert fresh.process is not None
+    second = Daemon(fresh.state_dir)
+    argv = [*BLITZD, "up", "--state-dir", str(fresh.state_dir), "--port", str(second.port)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert re.search(rf"\b{fresh.process.pid}\b", done.stderr), done.stderr
+    assert fresh.get_status("/ready") == 200
+
+
+def test_a_taken_port_is_named_and_the_first_daemon_is_not_disturbed(
+    fresh: Daemon, tmp_path: Path
+) -> None:
+    fresh.start().ready()
+    argv = [*BLITZD, "up", "--state-dir", str(tmp_path / "other"), "--port", str(fresh.port)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert str(fresh.port) in done.stderr
+    assert fresh.get_status("/ready") == 200
+    assert worker_pids(tmp_path / "other") == []
+
+
+def test_from_the_second_start_on_it_is_ready_within_six_seconds(fresh: Daemon) -> None:
+    fresh.start().ready()
+    assert fresh.stop() == 0
+    started = time.monotonic()
+    fresh.start().ready()
+    took = time.monotonic() - started
+    print(f"ready after {took:.1f} s")
+    assert took < 6.0
