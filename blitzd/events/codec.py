@@ -157,12 +157,15 @@ UPCASTERS: dict[tuple[int, int], Upcast] = {}
 def upcaster(type_id: int, from_version: int) -> Callable[[Upcast], Upcast]:
     """Registers what turns the field array of `from_version` into that of the next one.
 
-    Only needed where a default for the new last field does not say it.
+    Only needed where a default for the new last field does not say it. A type that has one
+    has one from every earlier version, so that each gets all the fields it knows of.
     """
 
     def register(function: Upcast) -> Upcast:
         if (type_id, from_version) in UPCASTERS:
             raise ValueError(f"type id {type_id} has an upcaster from version {from_version}")
+        if from_version > 1 and (type_id, from_version - 1) not in UPCASTERS:
+            raise ValueError(f"type id {type_id} has no upcaster from version {from_version - 1}")
         UPCASTERS[type_id, from_version] = function
         return function
 

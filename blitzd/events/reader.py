@@ -213,7 +213,7 @@ class LogCursor:
             self._offset = self._begin = begin
             self._chain = header.chain
             return True
-        self._finished = bool(candidates)
+        self._finished = self._finished or bool(candidates)
         return False
 
     def _check_link(self, path: Path, header: SegmentHeader) -> None:

@@ -60,6 +60,7 @@ class _Walk:
         first = self.seqs[0]
         path = segment_path(self.directory, first)
         if first > self.known + 1:
+            self.chain = Chain(0, self.known + 1)
             reason = f"the log begins here, and no snapshot covers the {first - 1} records before"
             raise self.corrupt(path, 0, reason)
         start = max(i for i, seq in enumerate(self.seqs) if seq <= self.known + 1)

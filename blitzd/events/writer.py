@@ -120,8 +120,11 @@ class LogWriter:
         LogCorrupt (unless `accept_loss` is its `first_lost`), and OSError.
         """
         disk = disk or OsDisk()
-        disk.make_directory(directory)
-        disk.fsync_directory(directory.parent)
+        try:
+            disk.names(directory)
+        except FileNotFoundError:
+            disk.make_directory(directory)
+            disk.fsync_directory(directory.parent)
         lock_fd = _take_lock(disk, directory)
         try:
             plan = inspect(disk, directory, accept_loss)

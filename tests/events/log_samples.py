@@ -1,7 +1,12 @@
 """Record types and logs for the tests of this room."""
 
+import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+import msgspec
+from google_crc32c import extend
 
 from blitzd.events import (
     Disk,
@@ -82,3 +87,24 @@ def frames(path: Path) -> Iterator[tuple[int, int]]:
         end = (offset + 52 + length + 7) // 8 * 8
         yield offset, end
         offset = end
+
+
+def raw_frame(
+    type_id: int,
+    version: int,
+    fields: list[Any],
+    *,
+    seq: int = 1,
+    must_understand: bool = True,
+    crc: int = 0,
+) -> tuple[bytes, int]:
+    """A frame as any version of any daemon may have written it, made from the description
+    of the format alone. (frame, its checksum)"""
+    payload = msgspec.msgpack.encode(fields)
+    flags = 1 | 2 * must_understand
+    checked = struct.pack("<HBBQqQQI", type_id, version, flags, seq, seq, seq, 0, seq) + payload
+    checked += bytes(-(12 + len(checked)) % 8)
+    crc = extend(crc, checked)
+    length = len(payload)
+    guard = length ^ int.from_bytes(b"BLZF", "little")
+    return struct.pack("<III", length, guard, crc) + checked, crc
