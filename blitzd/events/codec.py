@@ -51,11 +51,13 @@ _PADDING = tuple(bytes(n) for n in range(8))
 
 
 class UnknownPayload(Payload, frozen=True):
-    """A record that this version does not know and was told it may skip."""
+    """A record whose type or version this daemon does not know."""
 
     unknown_type: int
     unknown_version: int
     unknown_kind: Kind
+    needed: bool
+    """Must be understood: only a forensic reader gives it."""
     raw: bytes
 
 
@@ -274,7 +276,8 @@ class FrameDecoder:
             raise UnknownRecord(seq, type_id, version, known)
         self.has_unknown = True
         kind = Kind.EVENT if word & EVENT else Kind.INPUT
-        return lambda raw: UnknownPayload(type_id, version, kind, raw)
+        needed = bool(word & MUST_UNDERSTAND)
+        return lambda raw: UnknownPayload(type_id, version, kind, needed, raw)
 
 
 def scan(buffer: bytes, offset: int, chain: Chain, before_seq: int | None = None) -> Taken:

@@ -4,17 +4,19 @@ from typing import Any
 
 import msgspec
 
+from blitzd.events.codec import UnknownPayload
 from blitzd.events.record import Record
 
 
 def record_json(record: Record) -> dict[str, Any]:
     """Plain JSON types: {seq, wall_ns, mono_ns, kind, type, cause, payload}."""
     payload = record.payload
+    kind = payload.unknown_kind if isinstance(payload, UnknownPayload) else payload.kind
     return {
         "seq": record.seq,
         "wall_ns": record.wall_ns,
         "mono_ns": record.mono_ns,
-        "kind": payload.kind.name.lower(),
+        "kind": kind.name.lower(),
         "type": type(payload).__name__,
         "cause": record.cause,
         "payload": {

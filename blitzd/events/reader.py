@@ -91,13 +91,18 @@ class LogCursor:
         self._finished = False
         self.problems: list[LogCorrupt] = []
         self.unknown: Counter[int] = Counter()
-        """Skippable records of unknown type, by type id."""
+        """Records given as UnknownPayload, by type id."""
         self.torn: Damage | None = None
         """After `read` gave nothing: an append at the end that is not, or not yet, whole."""
 
     @property
     def next_seq(self) -> int:
         return self._chain.next_seq
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """First sequence of the segment, and offset in it: how far the reading is."""
+        return (self._header.first_seq if self._header else 0), self._offset
 
     def __enter__(self) -> "LogCursor":
         return self

@@ -82,6 +82,16 @@ def segment_seqs(disk: Disk, directory: Path) -> list[int]:
     return seqs
 
 
+def segment_sizes(disk: Disk, directory: Path) -> dict[int, int]:
+    """Bytes of each segment, by first sequence, ascending."""
+    sizes = {}
+    for seq in segment_seqs(disk, directory):
+        fd = disk.open(segment_path(directory, seq))
+        sizes[seq] = disk.size(fd)
+        disk.close(fd)
+    return sizes
+
+
 def encode_header(header: SegmentHeader) -> bytes:
     body = msgspec.json.encode(header) + b"\n"
     body += b" " * (-(len(body) + _PREFIX.size) & 7)

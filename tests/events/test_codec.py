@@ -148,7 +148,7 @@ def test_what_may_be_skipped_comes_as_unknown() -> None:
     frame, _ = raw_frame(64_999, 7, ["?"], must_understand=False)
     decoded, _ = FrameDecoder().decode(frame, 0, START)
     raw = msgspec.msgpack.encode(["?"])
-    assert decoded[0].payload == UnknownPayload(64_999, 7, Kind.EVENT, raw)
+    assert decoded[0].payload == UnknownPayload(64_999, 7, Kind.EVENT, False, raw)
 
 
 def test_a_payload_that_does_not_fit_its_type_is_a_fault() -> None:
@@ -165,7 +165,7 @@ def test_only_registered_types_enter() -> None:
 
     with pytest.raises(RecordRefused, match="Stray is not a registered record type"):
         encode_batch([Record(1, 0, 0, 0, Stray())], START, 0)
-    unknown = UnknownPayload(1, 1, Kind.EVENT, b"")
+    unknown = UnknownPayload(1, 1, Kind.EVENT, False, b"")
     with pytest.raises(RecordRefused, match="UnknownPayload"):
         encode_batch([Record(1, 0, 0, 0, unknown)], START, 0)
 
