@@ -23,7 +23,10 @@ class Detokenizer:
     with the output.
     """
 
-    def __init__(self, tokenizer: TokenBytes, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: TokenBytes, stop: Sequence[str] = (), min_tokens: int = 0
+    ) -> None:
+        """Stop strings are not looked for in the text of the first `min_tokens` tokens."""
         if any(not text for text in stop):
             raise ValueError("a stop string is empty; it would end every output at once")
         self._token_bytes = tokenizer.token_bytes
@@ -31,6 +34,7 @@ class Detokenizer:
         self._longest = max(map(len, stop), default=0)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
+        self._exempt = min_tokens
         self.stopped = False
 
     def feed(self, token_id: int) -> tuple[str, bool]:
@@ -39,6 +43,9 @@ class Detokenizer:
         if self.stopped:
             return "", True
         text = self._decoder.decode(self._token_bytes(token_id))
+        if self._exempt > 0:
+            self._exempt -= 1
+            return text, False
         if not self._stop:
             return text, False
         return self._release(text)

@@ -1,7 +1,7 @@
 import pytest
-from virtual_model import VirtualModel, continuation
 
 from blitzd.sched import BlockManager, Finish, NoRoom, Phase, Refused, Scheduler, Sequence
+from tests.sched.virtual_model import VirtualModel, continuation
 
 
 def world(

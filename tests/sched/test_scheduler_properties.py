@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_model import VirtualModel, continuation
 
 from blitzd.sched import BlockManager, Finish, NoRoom, Refused, Reservation, Scheduler, Sequence
+from tests.sched.virtual_model import VirtualModel, continuation
 
 OPERATIONS = 10_000
 

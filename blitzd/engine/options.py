@@ -1,0 +1,21 @@
+"""What an operator may say about one replica. No torch here."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOptions:
+    threads: int = 1
+    """Of torch, for the step loop."""
+    max_batch_tokens: int = 512
+    """Of one step: long prompts are computed in chunks of this, so it bounds how long the
+    others wait for a step."""
+    max_batch_size: int = 64
+    pace_layer_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_batch_size <= self.max_batch_tokens:
+            raise ValueError(
+                f"max_batch_size={self.max_batch_size}: must be between 1 and "
+                f"max_batch_tokens={self.max_batch_tokens}"
+            )

@@ -1,0 +1,84 @@
+"""A model that runs: its KV cache in a shared arena, its step loop."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+
+from blitzd.engine.arena import Arena
+from blitzd.engine.attention import TorchAttention
+from blitzd.engine.errors import InvalidField
+from blitzd.engine.executor import Executor
+from blitzd.engine.kv_cache import KvCache, KvGeometry
+from blitzd.engine.llama import Llama
+from blitzd.engine.options import ReplicaOptions
+from blitzd.engine.prepared import Prepared
+from blitzd.engine.step_loop import StepLoop
+from blitzd.engine.stepper import Stepper
+from blitzd.fabric import SharedArena
+from blitzd.proto.blitzd.engine import v1 as pb
+from blitzd.sched import BlockManager, Scheduler
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Replica:
+    model_dir: Path
+    arena: Arena
+    geometry: KvGeometry
+    kv: SharedArena
+    steps: StepLoop
+
+    @property
+    def digest(self) -> str:
+        return self.arena.config.digest
+
+    @property
+    def layout(self) -> str:
+        """Equal in two replicas whose KV blocks mean the same, byte for byte."""
+        return f"{self.geometry.layout}-{self.digest}"
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the step loop and gives the KV cache back. Weights go with the last view."""
+        if not self.steps.stop(timeout_s):
+            log.error("the step loop did not end in time", timeout_s=timeout_s)
+        self.kv.close()
+
+
+def open_replica(
+    prepared: Prepared,
+    blocks_total: int,
+    options: ReplicaOptions,
+    publish: Callable[[pb.StepReport], None],
+    crashed: Callable[[BaseException], None],
+) -> Replica:
+    """Makes the model run: a KV cache of `blocks_total` blocks, a step loop, started.
+
+    Takes milliseconds. Raises InvalidField (blocks_total), MemoryError.
+    """
+    began = time.monotonic()
+    torch.set_num_threads(options.threads)
+    if blocks_total < 1:
+        raise InvalidField(f"blocks_total: {blocks_total}; at least one KV block is needed")
+    arena = Arena(prepared.config, prepared.layout, prepared.weights)
+    geometry = KvGeometry.of(arena.config, blocks_total)
+    kv = SharedArena(geometry.bytes, name="blitzd-kv")
+    attention = TorchAttention(
+        KvCache(geometry, kv.buffer), arena.config.heads, arena.config.sliding_window
+    )
+    executor = Executor(Llama(arena.config, arena, attention), attention, options.pace_layer_ms)
+    scheduler = Scheduler(
+        BlockManager(blocks_total, geometry.block_tokens),
+        context_tokens=prepared.config.context_tokens,
+        max_batch_tokens=options.max_batch_tokens,
+        max_batch_size=options.max_batch_size,
+    )
+    stepper = Stepper(executor, scheduler, prepared.tokenizer, prepared.config.vocab)
+    steps = StepLoop(stepper, publish, crashed)
+    steps.start()
+    log.info("replica runs", kv_bytes=geometry.bytes, ms=round((time.monotonic() - began) * 1e3))
+    return Replica(prepared.directory, arena, geometry, kv, steps)

@@ -1,0 +1,234 @@
+"""A replica's requests and the step that moves them.
+
+A step has three parts: `begin` picks its tokens, `compute` runs them, `finish` takes the
+result. Only `compute` is long, and it touches nothing that the others change, so requests
+come, go and are handed over while it runs. The step loop's lock guards everything else.
+"""
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import structlog
+
+from blitzd.engine.errors import InvalidField, NotHeld
+from blitzd.engine.executor import Executor
+from blitzd.engine.generation import Generation, admit
+from blitzd.engine.tokenizer import Tokenizer
+from blitzd.proto.blitzd.engine import v1 as pb
+from blitzd.sched import Finish, NoRoom, Phase, Refused, Reservation, Scheduler, StepPlan
+
+log = structlog.get_logger()
+
+WAITING = 1024
+"""Requests that may wait for their first step."""
+
+FINISH = {
+    Finish.NONE: pb.FinishReason.NONE,
+    Finish.STOP: pb.FinishReason.STOP,
+    Finish.LENGTH: pb.FinishReason.LENGTH,
+    Finish.HELD: pb.FinishReason.HELD,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    running: int = 0
+    waiting: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+
+
+class Row(NamedTuple):
+    """What a step made for one request."""
+
+    token: int
+    text: str
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    number: int
+    began_ns: int
+    plan: StepPlan
+    sampling: list[Generation]
+
+
+class Stepper:
+    def __init__(
+        self, executor: Executor, scheduler: Scheduler, tokenizer: Tokenizer, vocab: int
+    ) -> None:
+        self.steps = 0
+        self._executor = executor
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._vocab = vocab
+        self._generations: dict[int, Generation] = {}
+        self._importing: dict[int, tuple[Reservation, Generation]] = {}
+
+    @property
+    def occupancy(self) -> Occupancy:
+        scheduler = self._scheduler
+        return Occupancy(
+            scheduler.running,
+            scheduler.waiting,
+            scheduler.blocks.used,
+            scheduler.blocks.blocks_total,
+        )
+
+    # -- requests -----------------------------------------------------------------------
+
+    def prefill(self, request: pb.Request, hold: bool) -> None:
+        """Queues it. Raises InvalidField, Refused, NoRoom."""
+        if self._scheduler.waiting >= WAITING:
+            raise NoRoom(f"{WAITING} requests wait already")
+        generation = admit(request, self._tokenizer, self._vocab, hold=hold)
+        self._scheduler.add(generation.sequence)
+        self._generations[request.request_id] = generation
+
+    def reserve(self, request: pb.Request) -> list[int]:
+        """Takes blocks for all tokens of a request whose KV comes from elsewhere.
+
+        Returns the ids of those that the KV of all tokens but the last goes to. Raises
+        InvalidField, Refused (it can never run here), NoRoom.
+        """
+        generation = admit(request, self._tokenizer, self._vocab, hold=False)
+        sequence = generation.sequence
+        if not sequence.output_tokens:
+            raise InvalidField(
+                "request.output_tokens: empty; the source's first token is where this goes on"
+            )
+        if sequence.id in self._importing:
+            raise Refused(f"request_id: {sequence.id} is being imported already")
+        self._scheduler.check(sequence)
+        reservation = self._scheduler.reserve(len(sequence.tokens))
+        self._importing[sequence.id] = (reservation, generation)
+        return list(reservation.blocks[: self._scheduler.blocks.blocks_for(reservation.tokens - 1)])
+
+    def adopt(self, request_id: int) -> None:
+        """Runs an imported request: the KV of all its tokens but the last has come.
+
+        Raises NotHeld when its reservation is gone, Refused.
+        """
+        if request_id not in self._importing:
+            raise NotHeld(f"request_id: {request_id} was cancelled while it was imported")
+        reservation, generation = self._importing[request_id]
+        self._scheduler.adopt(reservation, generation.sequence, reservation.tokens - 1)
+        del self._importing[request_id]
+        self._generations[request_id] = generation
+
+    def give_back(self, request_id: int) -> None:
+        """Ends an import that came to nothing. Idempotent."""
+        found = self._importing.pop(request_id, None)
+        if found is not None:
+            self._scheduler.give_back(found[0])
+
+    def held(self, request_id: int) -> tuple[int, list[int]]:
+        """(tokens whose KV is there, ids of its blocks). Raises NotHeld."""
+        sequence = self._scheduler.get(request_id)
+        if sequence is None or sequence.phase is not Phase.HELD:
+            phase = "not here" if sequence is None else sequence.phase.value
+            raise NotHeld(f"request_id: {request_id} is {phase}; only a held one has KV to give")
+        return sequence.computed, list(sequence.blocks)
+
+    def release(self, request_ids: Collection[int]) -> int:
+        """Frees those of them that are held. Returns how many were."""
+        return self._end([i for i in request_ids if self._scheduler.release(i)])
+
+    def cancel(self, request_ids: Collection[int]) -> int:
+        """Forgets them, whatever their phase. Returns how many were here."""
+        return self._end([i for i in request_ids if self._scheduler.cancel(i)])
+
+    def reset(self) -> None:
+        """Forgets every request. Imports are their importer's to end."""
+        self.cancel(self._scheduler.sequence_ids())
+
+    def _end(self, request_ids: list[int]) -> int:
+        for request_id in request_ids:
+            del self._generations[request_id]
+        return len(request_ids)
+
+    # -- steps --------------------------------------------------------------------------
+
+    def begin(self) -> Step | None:
+        """The next step; None when there is nothing that can run."""
+        began = time.monotonic_ns()
+        plan = self._scheduler.schedule()
+        if not plan.chunks:
+            return None
+        self.steps += 1
+        sampling = [self._generations[chunk.sequence.id] for chunk in plan.sampling]
+        return Step(self.steps, began, plan, sampling)
+
+    def compute(self, step: Step) -> list[Row] | Exception:
+        """Runs it. A failure is a result too: the step's requests end with it, the others
+        go on."""
+        try:
+            sampled = self._executor.run(step.plan, step.sampling)
+            return [
+                Row(token, *generation.feed(token))
+                for generation, token in zip(step.sampling, sampled, strict=True)
+            ]
+        except Exception as error:
+            log.exception("step failed", step=step.number, requests=len(step.plan.chunks))
+            return error
+
+    def finish(self, step: Step, result: list[Row] | Exception) -> pb.StepReport:
+        if isinstance(result, Exception):
+            report = self._fail(step, result)
+        else:
+            report = self._complete(step, result)
+        self._add_occupancy(report)
+        report.prefill_tokens = sum(c.count for c in step.plan.chunks if c.count > 1)
+        report.step_ns = time.monotonic_ns() - step.began_ns
+        return report
+
+    def _complete(self, step: Step, rows: list[Row]) -> pb.StepReport:
+        stopped = {
+            generation.sequence.id
+            for generation, row in zip(step.sampling, rows, strict=True)
+            if row.last
+        }
+        finishes = self._scheduler.complete(step.plan, [row.token for row in rows], stopped)
+        report = pb.StepReport()
+        for generation, row, finish in zip(step.sampling, rows, finishes, strict=True):
+            sequence = generation.sequence
+            if self._generations.get(sequence.id) is not generation:
+                continue  # cancelled while it was computed
+            report.request_ids.append(sequence.id)
+            report.token_ids.append(row.token)
+            ended = finish is Finish.LENGTH
+            report.texts.append(row.text + generation.detokenizer.flush() if ended else row.text)
+            report.finish.append(FINISH[finish])
+            report.cached_tokens.append(0 if generation.reported else sequence.cached_tokens)
+            generation.reported = True
+            if finish in (Finish.STOP, Finish.LENGTH):
+                del self._generations[sequence.id]
+        return report
+
+    def _fail(self, step: Step, error: Exception) -> pb.StepReport:
+        live = [c.sequence.id for c in step.plan.chunks if c.sequence.phase is not Phase.ENDED]
+        self._scheduler.abort(step.plan)
+        self._end(live)
+        reason = f"step {step.number} failed: {type(error).__name__}: {error}"
+        return pb.StepReport(failed_ids=live, errors=[reason] * len(live))
+
+    def idle_report(self) -> pb.StepReport:
+        """Occupancy alone, for when it changed without a step."""
+        report = pb.StepReport()
+        self._add_occupancy(report)
+        return report
+
+    def _add_occupancy(self, report: pb.StepReport) -> None:
+        now = self.occupancy
+        report.step = self.steps
+        report.running, report.waiting = now.running, now.waiting
+        report.blocks_used, report.blocks_total = now.blocks_used, now.blocks_total
+
+    def audit(self) -> None:
+        """Raises AssertionError when a block or a request is unaccounted for."""
+        self._scheduler.audit()
+        if set(self._generations) != set(self._scheduler.sequence_ids()):
+            raise AssertionError("requests and sequences differ")
