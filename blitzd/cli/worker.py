@@ -1,0 +1,76 @@
+"""`blitzd worker`: one engine worker. The daemon starts it; a person can, too."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter, validators
+
+from blitzd.engine.options import ReplicaOptions
+from blitzd.engine.worker import WorkerOptions, run
+from blitzd.fabric import Identity
+
+Positive = validators.Number(gte=1)
+
+
+def worker(
+    *,
+    id: str,
+    epoch: Annotated[int, Parameter(validator=validators.Number(gte=0))],
+    socket: Path,
+    threads: Annotated[int, Parameter(validator=Positive)] = 1,
+    orphan_timeout: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 20.0,
+    pace_layer_ms: Annotated[float, Parameter(validator=validators.Number(gte=0))] = 0.0,
+    max_batch_tokens: Annotated[int, Parameter(validator=Positive)] = 512,
+    max_batch_size: Annotated[int, Parameter(validator=Positive)] = 64,
+    verify_kv: Annotated[bool, Parameter(env_var="BLITZD_VERIFY_KV")] = False,
+) -> int:
+    """Serve one replica's engine over gRPC until SIGTERM.
+
+    Parameters
+    ----------
+    id
+        Replica, such as r0.
+    epoch
+        Of this start of the replica; part of its name to everyone.
+    socket
+        Unix socket to serve on.
+    threads
+        Compute threads.
+    orphan_timeout
+        Seconds without a daemon watching or asking for health after which the worker ends.
+    pace_layer_ms
+        Floor under a layer's time, for experiments on few cores; 0 for none.
+    max_batch_tokens
+        Tokens of one step; longer prompts are computed in chunks.
+    max_batch_size
+        Requests of one step.
+    verify_kv
+        Compare checksums of imported KV with its source's.
+    """
+    try:
+        options = WorkerOptions(
+            identity=Identity.parse(f"{id}/{epoch}"),
+            socket=socket.absolute(),
+            orphan_timeout_s=orphan_timeout,
+            verify_kv=verify_kv,
+            replica=ReplicaOptions(
+                threads=threads,
+                max_batch_tokens=max_batch_tokens,
+                max_batch_size=max_batch_size,
+                pace_layer_ms=pace_layer_ms,
+            ),
+        )
+    except ValueError as error:
+        print(f"blitzd worker: {error}", file=sys.stderr)
+        return 2
+    try:
+        status = run(options)
+    except OSError as error:
+        print(f"blitzd worker: {options.socket}: {error}", file=sys.stderr)
+        return 1
+    # Everything is closed by now; taking torch apart, module by module, would only keep the
+    # memory for longer.
+    sys.stderr.flush()
+    os._exit(status)

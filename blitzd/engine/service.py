@@ -1,0 +1,249 @@
+"""The worker's RPCs (`engine.proto`). No torch at import, so that a worker can say who it
+is while torch is still being read from disk."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import structlog
+
+import blitzd
+from blitzd.engine.calls import deadline
+from blitzd.engine.errors import InvalidField, NotReady
+from blitzd.engine.handover import Exporter, Importer
+from blitzd.engine.options import ReplicaOptions
+from blitzd.engine.prepared import open_prepared
+from blitzd.engine.reports import Reports
+from blitzd.fabric import ArenaServer, Identity
+from blitzd.proto.blitzd.engine import v1 as pb
+
+if TYPE_CHECKING:
+    from blitzd.engine.replica import Replica
+
+log = structlog.get_logger()
+
+IMPORT_S = 5.0
+"""A hand-over takes milliseconds; a source that is silent for this long is not coming back."""
+STOP_S = 5.0
+"""For the step that is running when a model is unloaded."""
+
+
+class EngineService(pb.EngineBase):
+    def __init__(
+        self,
+        identity: Identity,
+        kv_socket: Path,
+        options: ReplicaOptions,
+        crashed: Callable[[BaseException], None],
+        verify_kv: bool = False,
+    ) -> None:
+        """`kv_socket` is where peers get the KV arena. `crashed` is called, in the event loop,
+        when the step loop cannot go on."""
+        self.last_heard = time.monotonic()
+        """When a daemon last showed that it is there."""
+        self._identity = identity
+        self._kv_socket = kv_socket
+        self._options = options
+        self._crashed = crashed
+        self._reports = Reports()
+        self._importer = Importer(verify_kv)
+        self._exporter = Exporter(identity)
+        self._replica: Replica | None = None
+        self._arena_server: ArenaServer | None = None
+        self._progress = pb.LoadProgress()
+        self._loading = asyncio.Lock()
+
+    @property
+    def attended(self) -> bool:
+        """A daemon is watching right now."""
+        return self._reports.watched
+
+    async def close(self) -> None:
+        """Ends transfers and the step loop, removes the KV socket. Idempotent."""
+        await self._unload()
+        await self._importer.close()
+
+    # -- who and how --------------------------------------------------------------------
+
+    async def describe(self, message: pb.DescribeRequest) -> pb.DescribeReply:
+        replica, progress = self._replica, self._progress
+        reply = pb.DescribeReply(
+            replica_id=self._identity.replica,
+            epoch=self._identity.epoch,
+            pid=os.getpid(),
+            version=blitzd.__version__,
+            layers_ready=progress.layers_ready,
+            layers_total=progress.layers_total,
+            bytes_loaded=progress.bytes_loaded,
+            bytes_total=progress.bytes_total,
+            model_digest=progress.digest,
+            block_tokens=progress.block_tokens,
+        )
+        if replica is not None:
+            now = replica.steps.occupancy
+            reply.blocks_used, reply.blocks_total = now.blocks_used, now.blocks_total
+            reply.running = now.running
+        return reply
+
+    async def health(self, message: pb.HealthRequest) -> pb.HealthReply:
+        self.last_heard = time.monotonic()
+        if self._replica is None:
+            return pb.HealthReply()
+        steps = self._replica.steps
+        return pb.HealthReply(step=steps.steps, idle_ns=steps.idle_ns)
+
+    async def watch(self, message: pb.WatchRequest) -> AsyncIterator[pb.StepReport]:
+        first = pb.StepReport()
+        if self._replica is not None:
+            with self._replica.steps.exclusive() as stepper:
+                first = stepper.idle_report()
+        try:
+            async for report in self._reports.watch(first):
+                yield report
+        finally:
+            self.last_heard = time.monotonic()
+
+    # -- the model ----------------------------------------------------------------------
+
+    async def load_model(self, message: pb.LoadModelRequest) -> AsyncIterator[pb.LoadProgress]:
+        async with self._loading:
+            if self._replica is None:
+                async for progress in self._load(message):
+                    yield progress
+            else:
+                self._check_same(self._replica, message)
+        yield self._progress
+
+    @staticmethod
+    def _check_same(replica: "Replica", message: pb.LoadModelRequest) -> None:
+        here = (str(replica.model_dir), replica.geometry.blocks)
+        if here != (message.model_path, message.blocks_total):
+            raise NotReady(
+                f"model_path, blocks_total: {here[0]} with {here[1]} blocks is loaded; "
+                "Reset with unload_weights first"
+            )
+
+    async def _load(self, message: pb.LoadModelRequest) -> AsyncIterator[pb.LoadProgress]:
+        loop = asyncio.get_running_loop()
+        moved: asyncio.Queue[pb.LoadProgress | None] = asyncio.Queue()
+
+        def tell(progress: pb.LoadProgress) -> None:
+            loop.call_soon_threadsafe(moved.put_nowait, progress)
+
+        opening = loop.run_in_executor(None, self._open, message, tell, loop)
+        opening.add_done_callback(lambda _: moved.put_nowait(None))
+        try:
+            while (progress := await moved.get()) is not None:
+                self._progress = progress
+                yield progress
+            replica = await opening
+            server = ArenaServer(self._kv_socket, replica.kv, str(self._identity))
+            await server.start()
+        except BaseException:
+            # It failed, or whoever asked has left and the model is not wanted any more.
+            self._progress = pb.LoadProgress()
+            opening.add_done_callback(_discard)
+            raise
+        self._replica, self._arena_server = replica, server
+        self._progress = dataclasses.replace(
+            self._progress,
+            digest=replica.digest,
+            block_tokens=replica.geometry.block_tokens,
+            blocks_total=replica.geometry.blocks,
+        )
+
+    def _open(
+        self,
+        message: pb.LoadModelRequest,
+        tell: Callable[[pb.LoadProgress], None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> "Replica":
+        prepared = open_prepared(Path(message.model_path), tell)
+        from blitzd.engine.replica import open_replica
+
+        return open_replica(
+            prepared,
+            message.blocks_total,
+            self._options,
+            publish=lambda report: _tell(loop, self._reports.publish, report),
+            crashed=lambda error: _tell(loop, self._crashed, error),
+        )
+
+    async def _unload(self) -> None:
+        replica, server = self._replica, self._arena_server
+        if replica is None or server is None:
+            return
+        self._replica, self._arena_server = None, None
+        self._progress = pb.LoadProgress()
+        await self._forget_everything(replica)
+        await server.close()
+        await asyncio.to_thread(replica.close, STOP_S)
+
+    # -- requests -----------------------------------------------------------------------
+
+    @property
+    def _ready(self) -> "Replica":
+        if self._replica is None:
+            raise NotReady("no model is loaded; LoadModel first")
+        return self._replica
+
+    async def prefill(self, message: pb.PrefillRequest) -> pb.PrefillReply:
+        if message.request is None:
+            raise InvalidField("request: missing")
+        with self._ready.steps.exclusive() as stepper:
+            stepper.prefill(message.request, message.hold)
+        return pb.PrefillReply()
+
+    async def export_kv(self, message: pb.ExportKvRequest) -> pb.ExportKvReply:
+        return await self._exporter.run(self._ready, message, str(self._kv_socket))
+
+    async def import_kv(self, message: pb.ImportKvRequest) -> pb.ImportKvReply:
+        return await self._importer.run(self._ready, message, deadline(IMPORT_S))
+
+    async def release_kv(self, message: pb.ReleaseKvRequest) -> pb.ReleaseKvReply:
+        if self._replica is None:
+            return pb.ReleaseKvReply()
+        self._exporter.forget(message.request_ids)
+        with self._replica.steps.exclusive() as stepper:
+            return pb.ReleaseKvReply(released=stepper.release(message.request_ids))
+
+    async def cancel(self, message: pb.CancelRequest) -> pb.CancelReply:
+        if self._replica is None:
+            return pb.CancelReply()
+        cancelled = await self._importer.cancel(message.request_ids)
+        self._exporter.forget(message.request_ids)
+        with self._replica.steps.exclusive() as stepper:
+            cancelled += stepper.cancel(message.request_ids)
+        return pb.CancelReply(cancelled=cancelled)
+
+    async def reset(self, message: pb.ResetRequest) -> pb.ResetReply:
+        if message.unload_weights:
+            await self._unload()
+        elif self._replica is not None:
+            await self._forget_everything(self._replica)
+        return pb.ResetReply()
+
+    async def _forget_everything(self, replica: "Replica") -> None:
+        await self._importer.cancel()
+        self._exporter.forget()
+        with replica.steps.exclusive() as stepper:
+            stepper.reset()
+
+
+T = TypeVar("T")
+
+
+def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[T], None], value: T) -> None:
+    """From the step loop's thread. Once the event loop has ended nobody listens any more."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback, value)
+
+
+def _discard(opening: "asyncio.Future[Replica]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close(STOP_S)

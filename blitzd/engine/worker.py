@@ -1,0 +1,159 @@
+"""The worker process: one replica, one gRPC server on a unix socket.
+
+It leads its own session and outlives the daemon that started it, for a while: with no daemon
+watching or asking for its health for `orphan_timeout_s` it ends by itself.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpclib.events
+import structlog
+import uvloop
+from grpclib.server import Server
+from structlog.typing import EventDict
+
+from blitzd.engine.calls import guard
+from blitzd.engine.options import ReplicaOptions
+from blitzd.engine.service import EngineService
+from blitzd.fabric import Identity
+
+log = structlog.get_logger()
+
+END_S = 2.0
+"""For calls that are being answered when the worker is told to end."""
+
+SOCKET_BYTES = 107
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    identity: Identity
+    socket: Path
+    orphan_timeout_s: float = 20.0
+    verify_kv: bool = False
+    """Compare checksums of imported KV with the source's."""
+    replica: ReplicaOptions = field(default_factory=ReplicaOptions)
+
+    def __post_init__(self) -> None:
+        longest = len(os.fsencode(self.kv_socket))
+        if longest > SOCKET_BYTES:
+            raise ValueError(
+                f"socket: {self.kv_socket} beside it has {longest} bytes; accepted: at most "
+                f"{SOCKET_BYTES}, the limit of a unix socket"
+            )
+
+    @property
+    def kv_socket(self) -> Path:
+        """Where peers on this node get the KV arena: beside the gRPC socket."""
+        return self.socket.with_suffix(".kv.sock")
+
+
+def run(options: WorkerOptions) -> int:
+    """Serves until it is told to end (0) or cannot go on (1)."""
+    if os.getsid(0) != os.getpid():
+        with contextlib.suppress(PermissionError):  # a group leader started by a shell
+            os.setsid()
+    _log_to_stderr(options.identity)
+    # Two seconds of reading torch from disk pass while the daemon finds out that we are here.
+    threading.Thread(target=_import_engine, name="import-torch", daemon=True).start()
+    return uvloop.run(serve(options))
+
+
+def _log_to_stderr(identity: Identity) -> None:
+    """One JSON object a line. Tracebacks come without the values of variables: those are
+    people's prompts."""
+
+    def add_worker(logger: Any, method: str, event: EventDict) -> EventDict:
+        event["worker"] = str(identity)
+        return event
+
+    structlog.configure(
+        processors=[
+            add_worker,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def _import_engine() -> None:
+    began = time.monotonic()
+    import blitzd.engine.replica  # noqa: F401
+
+    log.info("engine imported", ms=round((time.monotonic() - began) * 1e3))
+
+
+async def serve(options: WorkerOptions) -> int:
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def end(status: int) -> None:
+        if not ended.done():
+            ended.set_result(status)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end, 0)
+    service = EngineService(
+        options.identity,
+        options.kv_socket,
+        options.replica,
+        crashed=lambda error: end(1),
+        verify_kv=options.verify_kv,
+    )
+    server = Server([service])
+    grpclib.events.listen(server, grpclib.events.RecvRequest, guard)
+    listener = _listen(options.socket)
+    await server.start(sock=listener)
+    log.info("worker serves", socket=str(options.socket), pid=os.getpid())
+    orphaned = asyncio.create_task(_wait_orphaned(service, options.orphan_timeout_s))
+    orphaned.add_done_callback(lambda task: None if task.cancelled() else end(0))
+    try:
+        return await ended
+    finally:
+        orphaned.cancel()
+        server.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await server.wait_closed()
+        await service.close()
+        options.socket.unlink(missing_ok=True)
+        log.info("worker ends")
+
+
+def _listen(path: Path) -> socket.socket:
+    """A listening socket that appears at `path` only once it accepts connections, in place
+    of one that a dead worker left."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    hidden = path.with_name(f".{path.name}")
+    try:
+        hidden.unlink(missing_ok=True)
+        listener.bind(str(hidden))
+        hidden.chmod(0o600)
+        listener.listen(64)
+        hidden.rename(path)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+async def _wait_orphaned(service: EngineService, timeout_s: float) -> None:
+    while True:
+        silent = 0.0 if service.attended else time.monotonic() - service.last_heard
+        if silent >= timeout_s:
+            log.warning("no daemon has been heard of; ending", silent_s=round(silent, 1))
+            return
+        await asyncio.sleep(min(1.0, timeout_s - silent))

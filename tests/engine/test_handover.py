@@ -1,0 +1,302 @@
+"""A request moves from a worker to another: exact tokens, precise failures, nothing leaked."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
+
+from blitzd.proto.blitzd.engine import v1 as pb
+from tests.engine.local_replica import LocalReplica, request
+from tests.engine.test_worker import refused, run
+from tests.engine.workers import Client, Zygote, up, zygote
+from tests.tiny import make_tiny
+
+TRANSPORTS = [pb.Transport.MAP]
+LENGTH = 24
+PROMPTS = {
+    1: "a",
+    2: "The capital of France",
+    3: "x" * 63,
+    4: "y" * 64,
+    5: "z" * 65,
+    6: "naïve café: " * 40,
+    7: "stop here",
+}
+SAMPLING = {7: {"temperature": 0.8, "seed": 3, "stop": ["never", "e"], "min_tokens": 5}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("model") / "tiny", "float64")
+
+
+@pytest.fixture(scope="module")
+def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    with zygote(tmp_path_factory.mktemp("run")) as one:
+        yield one
+
+
+def moved(number: int, source: Client) -> pb.Request:
+    """The request as the daemon passes it on: with the tokens that are there already."""
+    again = request(number, PROMPTS[number], LENGTH, **SAMPLING.get(number, {}))
+    again.output_tokens = list(source.outputs[number].tokens)
+    return again
+
+
+async def held(source: Client, *numbers: int) -> None:
+    for number in numbers:
+        sampling = SAMPLING.get(number, {})
+        await source.prefill(request(number, PROMPTS[number], LENGTH, **sampling), hold=True)
+    for number in numbers:
+        assert (await source.until(number)).finish is pb.FinishReason.HELD
+
+
+async def pair(zygotes: Zygote, model: Path, **options: object) -> tuple[Client, Client]:
+    source = await up(zygotes, "p", model, 64, **options)
+    # Another size, so that blocks lie elsewhere in the target's arena.
+    target = await up(zygotes, "d", model, 48, verify_kv=True, **options)
+    return source, target
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda t: t.name.lower())
+def test_tokens_and_text_are_those_of_one_worker(
+    model: Path, zygotes: Zygote, transport: pb.Transport
+) -> None:
+    alone = LocalReplica(model)
+    for number, prompt in PROMPTS.items():
+        alone.prefill(request(number, prompt, LENGTH, **SAMPLING.get(number, {})))
+    expected = alone.until(*PROMPTS)
+    alone.close()
+
+    async def test() -> None:
+        source, target = await pair(zygotes, model)
+        await held(source, *PROMPTS)
+        for number in PROMPTS:
+            reply = await target.import_from(source, moved(number, source), transport)
+            assert reply.bytes_moved > 0 and reply.elapsed_ns > 0
+        for number in PROMPTS:
+            there = await target.until(number)
+            here = source.outputs[number]
+            assert here.tokens + there.tokens == expected[number].tokens
+            assert here.text + there.text == expected[number].text
+            assert there.finish is expected[number].finish
+        reply = await source.stub.release_kv(pb.ReleaseKvRequest(request_ids=list(PROMPTS)))
+        assert reply.released == len(PROMPTS)
+        for client in (source, target):
+            await client.until_blocks_used(0)
+            await client.close()
+
+    run(test())
+
+
+def test_what_an_import_names_wrongly_is_refused_by_name(model: Path, zygotes: Zygote) -> None:
+    async def test() -> None:
+        source, target = await pair(zygotes, model)
+        await held(source, 2)
+        good = moved(2, source)
+        whole = pb.ImportKvRequest(
+            request=good,
+            lease_id=1,
+            source_replica="p",
+            source_epoch=source.epoch,
+            source_endpoint=str(source.process.socket),
+            transport=pb.Transport.MAP,
+        )
+        for field, value, words in [
+            ("request", None, "request: missing"),
+            ("lease_id", 0, "lease_id: 0"),
+            ("source_replica", "p/q", "source_replica, source_epoch: "),
+            ("source_endpoint", "", "source_endpoint: empty"),
+            ("transport", pb.Transport.UNSPECIFIED, "transport: unspecified"),
+            ("request", request(2, PROMPTS[2], LENGTH), "request.output_tokens: empty"),
+        ]:
+            kept = getattr(whole, field)
+            setattr(whole, field, value)
+            error = await refused(target.stub.import_kv(whole))
+            assert (error.status, words in error.message) == (Status.INVALID_ARGUMENT, True)
+            setattr(whole, field, kept)
+        assert (await target.stub.describe(pb.DescribeRequest())).blocks_used == 0
+        await target.stub.import_kv(whole)
+        error = await refused(target.stub.import_kv(whole))
+        assert "request_id: 2 is here already" in error.message
+        assert (await target.until(2)).ended
+        for client in (source, target):
+            await client.close()
+
+    run(test())
+
+
+def test_every_failure_says_what_it_is_and_frees_the_blocks(
+    model: Path, zygotes: Zygote, tmp_path: Path
+) -> None:
+    async def test() -> None:
+        source, target = await pair(zygotes, model)
+        await held(source, 2, 6)
+
+        async def fails(call: object, status: Status, words: str) -> None:
+            error = await refused(call)  # type: ignore[arg-type]
+            assert (error.status, words in error.message) == (status, True), error.message
+            assert (await target.stub.describe(pb.DescribeRequest())).blocks_used == 0
+
+        def imported(number: int, from_: Client = source, **changes: object) -> object:
+            again = moved(number, source)
+            for name, value in changes.items():
+                setattr(again, name, value)
+            return target.import_from(from_, again, pb.Transport.MAP, lease_id=4)
+
+        # Not held there, or not any more.
+        await fails(imported(2, request_id=77), Status.NOT_FOUND, "77 is not here")
+        # An epoch that is not the source's.
+        stale = Client("p", source.epoch + 1, source.process)
+        await fails(imported(2, stale), Status.NOT_FOUND, f"this is p/{source.epoch}")
+        # Not the tokens that the source has.
+        await fails(
+            imported(2, prompt_tokens=[1, 2, 3]), Status.FAILED_PRECONDITION, "KV of 21 tokens"
+        )
+        # A lease that a newer one has replaced.
+        await target.import_from(source, moved(2, source), pb.Transport.MAP, lease_id=5)
+        await target.stub.cancel(pb.CancelRequest(request_ids=[2]))
+        await fails(imported(2), Status.NOT_FOUND, "lease_id: 4; request 2 is leased to 5")
+        # No such source.
+        nobody = Client("p", source.epoch, source.process)
+        nobody.process = type(source.process)(source.process.pid, tmp_path / "nobody.sock")
+        await fails(imported(2, nobody), Status.UNAVAILABLE, "is gone: ")
+        # Other weights of the same shape: the KV would mean something else.
+        other = await up(zygotes, "o", make_tiny(tmp_path / "other", "float64", seed=1))
+        await held(other, 2)
+        error = await refused(
+            other.import_from(source, moved(2, source), pb.Transport.MAP, lease_id=9)
+        )
+        assert "is here already" in error.message
+        await other.stub.release_kv(pb.ReleaseKvRequest(request_ids=[2]))
+        error = await refused(
+            other.import_from(source, moved(2, source), pb.Transport.MAP, lease_id=9)
+        )
+        assert error.status is Status.FAILED_PRECONDITION
+        assert f"p/{source.epoch}: layout: " in error.message
+        for client in (source, target, other, stale, nobody):
+            await client.close()
+
+    run(test())
+
+
+def test_no_room_is_said_before_anything_moves(model: Path, zygotes: Zygote) -> None:
+    async def test() -> None:
+        source = await up(zygotes, "p", model)
+        target = await up(zygotes, "d", model, 10)
+        await held(source, 6)
+        await target.prefill(request(9, "q" * 100, 9), hold=True)
+        await target.until(9)
+        error = await refused(target.import_from(source, moved(6, source), pb.Transport.MAP))
+        assert error.status is Status.RESOURCE_EXHAUSTED
+        assert "9 KV blocks wanted" in error.message
+        for client in (source, target):
+            await client.close()
+
+    run(test())
+
+
+def test_a_source_that_hangs_ends_the_import_at_the_callers_deadline(
+    model: Path, zygotes: Zygote
+) -> None:
+    async def test() -> None:
+        source, target = await pair(zygotes, model)
+        await held(source, 2)
+        source.process.kill(signal.SIGSTOP)
+        began = time.monotonic()
+        error = await refused(
+            target.import_from(source, moved(2, source), pb.Transport.MAP, timeout=0.8)
+        )
+        assert time.monotonic() - began < 0.8
+        assert error.status is Status.DEADLINE_EXCEEDED
+        assert f"p/{source.epoch}: waiting for ExportKv's answer" in error.message
+        assert (await target.stub.describe(pb.DescribeRequest())).blocks_used == 0
+        source.process.kill(signal.SIGCONT)
+        # The same lease again, and now it works.
+        await target.import_from(source, moved(2, source), pb.Transport.MAP)
+        assert (await target.until(2)).ended
+        for client in (source, target):
+            await client.close()
+
+    run(test())
+
+
+def test_cancel_ends_an_import_and_frees_its_blocks(model: Path, zygotes: Zygote) -> None:
+    async def test() -> None:
+        source, target = await pair(zygotes, model)
+        await held(source, 2)
+        source.process.kill(signal.SIGSTOP)
+        call = asyncio.create_task(target.import_from(source, moved(2, source), pb.Transport.MAP))
+        await target.until_blocks_used(1)
+        twice = await refused(target.import_from(source, moved(2, source), pb.Transport.MAP))
+        assert "is being imported already" in twice.message
+        reply = await target.stub.cancel(pb.CancelRequest(request_ids=[2]))
+        assert reply.cancelled == 1
+        with pytest.raises(GRPCError, match="cancelled while it was imported") as caught:
+            await call
+        assert caught.value.status is Status.CANCELLED
+        assert (await target.stub.describe(pb.DescribeRequest())).blocks_used == 0
+        source.process.kill(signal.SIGCONT)
+        for client in (source, target):
+            await client.close()
+
+    run(test())
+
+
+def test_a_daemon_that_hangs_up_in_the_middle_leaves_no_reservation(
+    model: Path, zygotes: Zygote
+) -> None:
+    async def test() -> None:
+        source, target = await pair(zygotes, model)
+        await held(source, 2)
+        source.process.kill(signal.SIGSTOP)
+        leaving = Client("d", target.epoch, target.process)
+        call = asyncio.create_task(leaving.import_from(source, moved(2, source), pb.Transport.MAP))
+        await target.until_blocks_used(1)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        leaving.channel.close()
+        await target.until_blocks_used(0)
+        source.process.kill(signal.SIGCONT)
+        for client in (source, target):
+            await client.close()
+
+    run(test())
+
+
+def test_blocks_released_under_a_mapped_copy_are_never_adopted(
+    model: Path, zygotes: Zygote
+) -> None:
+    """The copy itself cannot notice; the lease is asked for again before its result is used."""
+
+    async def test() -> None:
+        source, _ = await pair(zygotes, model)
+        await held(source, 2)
+        export = pb.ExportKvRequest(
+            request_id=2,
+            lease_id=3,
+            source_epoch=source.epoch,
+            transport=pb.Transport.MAP,
+            layout="another",
+        )
+        error = await refused(source.stub.export_kv(export))
+        export.layout = error.message.split(" has ")[1].split(":")[0]
+        confirm = pb.ExportKvRequest(
+            request_id=2, lease_id=3, source_epoch=source.epoch, layout=export.layout
+        )
+        error = await refused(source.stub.export_kv(confirm))
+        assert "leased to nobody" in error.message
+        there = await source.stub.export_kv(export)
+        again = await source.stub.export_kv(confirm)
+        assert (again.tokens, again.block_ids) == (there.tokens, there.block_ids)
+        await source.stub.release_kv(pb.ReleaseKvRequest(request_ids=[2]))
+        error = await refused(source.stub.export_kv(confirm))
+        assert error.status is Status.NOT_FOUND
+        await source.close()
+
+    run(test())

@@ -1,0 +1,49 @@
+"""Forks workers from a process that has imported everything, so that one starts in
+milliseconds. What it forks is the real worker: its own process, session, loop and sockets.
+
+Lines of JSON on stdin, `{"id", "epoch", "socket", ...}`; the pid of each on stdout.
+"""
+
+import gc
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import blitzd.engine.replica  # noqa: F401
+from blitzd.engine.options import ReplicaOptions
+from blitzd.engine.worker import WorkerOptions, run
+from blitzd.fabric import Identity
+
+
+def become_worker(order: dict[str, object], log: str) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 2)
+    os.close(0)
+    os.close(1)
+    replica = ReplicaOptions(**order.pop("replica", {}))  # type: ignore[arg-type]
+    options = WorkerOptions(
+        identity=Identity.parse(str(order.pop("identity"))),
+        socket=Path(str(order.pop("socket"))),
+        replica=replica,
+        **order,  # type: ignore[arg-type]
+    )
+    os._exit(run(options))
+
+
+def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.freeze()
+    for line in sys.stdin:
+        order = json.loads(line)
+        log = order.pop("log")
+        pid = os.fork()
+        if pid == 0:
+            become_worker(order, log)
+        print(pid, flush=True)
+
+
+if __name__ == "__main__":
+    main()
