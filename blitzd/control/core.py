@@ -17,6 +17,13 @@ from blitzd.events import types as ev
 from blitzd.events.record import Payload, Record
 from blitzd.fsm import ClusterState, IllegalEvent, IllegalTransition
 
+CORE_VERSION = 1
+"""Raised with every change of a decision, and a log of the version before goes to the test
+corpus: it is folded from then on, not decided again."""
+
+HASH_EVERY = 1000
+"""Records between two hashes of the state in the log."""
+
 
 class Step(NamedTuple):
     records: list[Record]
@@ -80,6 +87,7 @@ class Core:
         else:
             policy = Policy.of(self.state.node.policy)
         turn = Turn(self.state, payload, mono_ns, wall_ns, policy)
+        hashed = self.state.seq // HASH_EVERY
         fault: Exception | None = None
         try:
             HANDLERS[type(payload)](turn, payload)
@@ -90,6 +98,8 @@ class Core:
             _drain(turn)
         except (IllegalEvent, IllegalTransition) as error:
             fault = error
+        if self.state.seq // HASH_EVERY > hashed:
+            turn.emit(ev.StateHashed(self.state.hash()))
         return Step(turn.records, turn.commands, fault)
 
 

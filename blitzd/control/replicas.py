@@ -13,7 +13,9 @@ MS = 1_000_000
 def booted(turn: Turn, boot: ev.Booted) -> None:
     """Takes up the state of the last boot: what it was doing for clients ended with it, its
     workers are kept if they still answer."""
-    turn.emit(ev.NodeStarted(boot.boot_epoch, boot.version, boot.node, boot.policy))
+    turn.emit(
+        ev.NodeStarted(boot.boot_epoch, boot.version, boot.node, boot.policy, boot.core_version)
+    )
     for request in list(turn.state.requests.values()):
         turn.emit(ev.RequestFailed(request.id, "daemon_restarted", "the daemon was restarted"))
     adopted = {(replica, epoch, pid) for replica, epoch, pid in boot.adopted}

@@ -18,8 +18,10 @@ class Booted(Payload, frozen=True, array_like=True):
     version: str
     node: str
     replicas: tuple[tuple[str, str], ...]
-    """(id, role) with role one of prefill, decode, spare."""
+    """(id, role) with role one of prefill, decode, colocated, spare."""
     policy: tuple[tuple[str, int], ...]
+    core_version: int
+    """Of the decisions: only the same version decides a recorded input again as recorded."""
     adopted: tuple[tuple[str, int, int], ...] = ()
     """(id, epoch, pid) of workers of an earlier boot that still answer."""
 
@@ -212,6 +214,7 @@ class NodeStarted(Payload, frozen=True, array_like=True):
     version: str
     node: str
     policy: tuple[tuple[str, int], ...]
+    core_version: int
 
 
 @record_type(101, Kind.EVENT, Durability.ACK)

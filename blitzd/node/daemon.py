@@ -11,7 +11,7 @@ from typing import Any
 import anyio.to_thread
 
 import blitzd
-from blitzd.control.core import Core
+from blitzd.control.core import CORE_VERSION, Core
 from blitzd.engine.layout import read_model_file
 from blitzd.engine.model_config import ModelConfig
 from blitzd.engine.tokenizer import Tokenizer
@@ -29,6 +29,16 @@ from blitzd.node.workers import WorkerPool
 
 STALLED_S = 2.0
 """A driver that has not turned for so long is not alive; it ticks every 50 ms."""
+
+
+ADOPTED = frozenset(
+    {
+        ReplicaState.PREFILL,
+        ReplicaState.DECODE,
+        ReplicaState.COLOCATED,
+        ReplicaState.SHUTTING_NULL,
+    }
+)
 
 
 class SystemClock:
@@ -87,20 +97,18 @@ class NodeDaemon:
             self.config.node,
             self.config.replicas(),
             self.config.policy.pairs(),
+            CORE_VERSION,
             tuple(worker for worker in adopted if worker is not None),
         )
 
     async def _adopt(self, replica_id: str) -> tuple[str, int, int] | None:
-        """Keeps a worker of the last boot that serves what is wanted now."""
+        """Keeps a worker of the last boot that was not in the middle of something."""
         replica = self.core.state.replicas[replica_id]
-        role = dict(self.config.replicas()).get(replica_id)
-        wanted = {
-            "prefill": (ReplicaState.PREFILL, self._model.digest),
-            "decode": (ReplicaState.DECODE, self._model.digest),
-            "spare": (ReplicaState.INACTIVE, ""),
-        }
-        fits = role is not None and wanted[role][0] is replica.state
-        digest = wanted[role][1] if role is not None and fits else "none that is wanted"
+        digest = "none that is wanted"
+        if replica.state is ReplicaState.INACTIVE:
+            digest = ""
+        elif replica.state in ADOPTED and replica.digest == self._model.digest:
+            digest = self._model.digest
         if await self.pool.adopt(replica.id, replica.epoch, replica.pid, digest):
             return replica.id, replica.epoch, replica.pid
         return None

@@ -2,6 +2,7 @@
 input for the driver."""
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Protocol
 
 from grpclib.const import Status
@@ -90,11 +91,17 @@ class WorkerCalls:
             reason,
         )
 
-    async def prefill(self, live: LiveRequest) -> None:
-        # With a single token to make there is nothing to hand over.
-        call = pb.PrefillRequest(request=wire_request(live), hold=live.request.max_tokens > 1)
+    async def prefill(self, live: LiveRequest, hold: bool) -> None:
+        call = pb.PrefillRequest(request=wire_request(live), hold=hold)
+        await self._for_request(live, self._stub.prefill(call, timeout=CALL_DEADLINE_S))
+
+    async def decode_locally(self, live: LiveRequest) -> None:
+        call = pb.ResumeHeldRequest(request_ids=[live.request_id])
+        await self._for_request(live, self._stub.resume_held(call, timeout=CALL_DEADLINE_S))
+
+    async def _for_request(self, live: LiveRequest, call: Awaitable[object]) -> None:
         try:
-            await self._stub.prefill(call, timeout=CALL_DEADLINE_S)
+            await call
         except CallFailed as error:
             why = describe_failure(error)
             await self._reports.post(

@@ -48,9 +48,18 @@ class Worker:
         self.stub = pb.EngineStub(self.channel)
         self.calls = WorkerCalls(replica, epoch, self.stub, reports)
         self.tasks: set[asyncio.Task[None]] = set()
+        self.watched = asyncio.Event()
+        """Its token stream is read. Requests wait for that: tokens nobody reads are gone."""
         self.ending = False
         self.why = ""
         """Why we ended it, if it was us."""
+
+    def start_request(self, work: Callable[[], Awaitable[None]]) -> None:
+        async def when_watched() -> None:
+            await self.watched.wait()
+            await work()
+
+        self.start(when_watched())
 
     def start(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -83,6 +92,7 @@ class WorkerPool:
             cmd.ResetWorker: self._reset,
             cmd.LoadModel: self._load,
             cmd.StartPrefill: self._prefill,
+            cmd.DecodeLocally: self._decode_locally,
             cmd.ImportKv: self._import,
             cmd.ReleaseKv: self._release,
             cmd.CancelRequest: self._cancel,
@@ -174,6 +184,7 @@ class WorkerPool:
     async def _watch(self, worker: Worker) -> None:
         try:
             async for report in worker.stub.watch(pb.WatchRequest()):
+                worker.watched.set()
                 await self._reports.deliver(worker.replica, worker.epoch, report)
             why = "ended its token stream"
         except CallFailed as error:
@@ -231,17 +242,20 @@ class WorkerPool:
         worker.close()
 
     def _reset(self, command: cmd.ResetWorker, live: None) -> None:
-        worker = self._workers[command.replica, command.epoch]
-        worker.start(self._reset_and_watch(worker))
+        worker = self._workers.get((command.replica, command.epoch))
+        if worker is not None:
+            worker.start(self._reset_and_watch(worker, command.unload))
 
-    async def _reset_and_watch(self, worker: Worker) -> None:
+    async def _reset_and_watch(self, worker: Worker, unload: bool) -> None:
         try:
-            await worker.stub.reset(pb.ResetRequest(), timeout=CALL_DEADLINE_S)
+            call = pb.ResetRequest(unload_weights=unload)
+            await worker.stub.reset(call, timeout=CALL_DEADLINE_S)
         except CallFailed as error:
             self._give_up(worker, f"could not be reset: {describe_failure(error)}")
             return
-        worker.start(self._watch(worker))
-        worker.start(self._check_health(worker))
+        if not worker.watched.is_set():
+            worker.start(self._watch(worker))
+            worker.start(self._check_health(worker))
 
     # Commands to a worker that runs. One that has died meanwhile is not missed here: its
     # exit is an input of its own.
@@ -255,7 +269,12 @@ class WorkerPool:
     def _prefill(self, command: cmd.StartPrefill, live: LiveRequest | None) -> None:
         worker = self._workers.get((command.replica, command.epoch))
         if worker is not None and live is not None:
-            worker.start(worker.calls.prefill(live))
+            worker.start_request(lambda: worker.calls.prefill(live, command.hold))
+
+    def _decode_locally(self, command: cmd.DecodeLocally, live: LiveRequest | None) -> None:
+        worker = self._workers.get((command.replica, command.epoch))
+        if worker is not None and live is not None:
+            worker.start_request(lambda: worker.calls.decode_locally(live))
 
     def _import(self, command: cmd.ImportKv, live: LiveRequest | None) -> None:
         worker = self._workers.get((command.target, command.target_epoch))
@@ -263,7 +282,7 @@ class WorkerPool:
             source = str(self._socket(command.source, command.source_epoch))
             ucx = self._config.same_node == "ucx"
             transport = pb.Transport.UCX if ucx else pb.Transport.MAP
-            worker.start(worker.calls.import_kv(command, live, source, transport))
+            worker.start_request(lambda: worker.calls.import_kv(command, live, source, transport))
 
     def _release(self, command: cmd.ReleaseKv, live: LiveRequest | None) -> None:
         worker = self._workers.get((command.replica, command.epoch))

@@ -13,8 +13,9 @@ import anyio
 import trio
 from trio.testing import MockClock
 
-from blitzd.control.core import Core
+from blitzd.control.core import CORE_VERSION, Core
 from blitzd.control.policy import Policy
+from blitzd.control.redecide import redecide
 from blitzd.events import types as ev
 from blitzd.events.record import Payload, Record
 from blitzd.fsm import ClusterState, fold
@@ -136,7 +137,9 @@ class World:
                 workers = VirtualWorkers(driver, virtual, self.random, scenario.faults)
                 tasks.start_soon(driver.run, workers)
                 policy = Policy(max_queued_requests=20, lease_ttl_ms=2000).pairs()
-                await driver.post(ev.Booted(1, "test", "local", scenario.replicas, policy))
+                await driver.post(
+                    ev.Booted(1, "test", "local", scenario.replicas, policy, CORE_VERSION)
+                )
                 async with anyio.create_task_group() as life:
                     life.start_soon(self._break_things, workers)
                     life.start_soon(self._operate, driver)
@@ -303,6 +306,8 @@ class World:
             if isinstance(record.payload, ENDS):
                 ends[record.payload.request_id] = ends.get(record.payload.request_id, 0) + 1
         assert state.hash() == self.core.state.hash(), "the log folds to another state"
+        again = redecide(self.disk.records)
+        assert again.difference is None, again.difference
         assert all(count == 1 for count in ends.values()), "a request has ended twice"
 
 

@@ -3,7 +3,7 @@
 from typing import TypeVar
 
 from blitzd.control.commands import Command
-from blitzd.control.core import Core
+from blitzd.control.core import CORE_VERSION, Core
 from blitzd.control.policy import Policy
 from blitzd.events import types as ev
 from blitzd.events.record import Kind, Payload, Record
@@ -56,7 +56,9 @@ class Harness:
 
     def boot(self, *roles: str, adopted: tuple[tuple[str, int, int], ...] = ()) -> list[Payload]:
         replicas = tuple((f"r{i}", role) for i, role in enumerate(roles))
-        return self.feed(ev.Booted(1, "test", "local", replicas, self.policy.pairs(), adopted))
+        return self.feed(
+            ev.Booted(1, "test", "local", replicas, self.policy.pairs(), CORE_VERSION, adopted)
+        )
 
     def attach(self, replica_id: str, pid: int = 100) -> list[Payload]:
         epoch = self.replica(replica_id).epoch

@@ -26,6 +26,8 @@ __all__ = (
     "Request",
     "ResetReply",
     "ResetRequest",
+    "ResumeHeldReply",
+    "ResumeHeldRequest",
     "Sampling",
     "StepReport",
     "Transport",
@@ -486,6 +488,28 @@ default_message_pool.register_message("blitzd.engine.v1", "ResetRequest", ResetR
 
 
 @dataclass(eq=False, repr=False)
+class ResumeHeldReply(betterproto2.Message):
+    pass
+
+
+default_message_pool.register_message(
+    "blitzd.engine.v1", "ResumeHeldReply", ResumeHeldReply
+)
+
+
+@dataclass(eq=False, repr=False)
+class ResumeHeldRequest(betterproto2.Message):
+    request_ids: "list[int]" = betterproto2.field(
+        1, betterproto2.TYPE_UINT64, repeated=True
+    )
+
+
+default_message_pool.register_message(
+    "blitzd.engine.v1", "ResumeHeldRequest", ResumeHeldRequest
+)
+
+
+@dataclass(eq=False, repr=False)
 class Sampling(betterproto2.Message):
     temperature: "float" = betterproto2.field(1, betterproto2.TYPE_DOUBLE)
     """
@@ -738,6 +762,27 @@ class EngineStub(betterproto2_grpclib.ServiceStub):
             metadata=metadata,
         )
 
+    async def resume_held(
+        self,
+        message: "ResumeHeldRequest",
+        *,
+        timeout: "float | None" = None,
+        deadline: "Deadline | None" = None,
+        metadata: "MetadataLike | None" = None,
+    ) -> "ResumeHeldReply":
+        """
+        Goes on with requests that were held for export, here. Idempotent.
+        """
+
+        return await self._unary_unary(
+            "/blitzd.engine.v1.Engine/ResumeHeld",
+            message,
+            ResumeHeldReply,
+            timeout=timeout,
+            deadline=deadline,
+            metadata=metadata,
+        )
+
     async def cancel(
         self,
         message: "CancelRequest",
@@ -860,6 +905,13 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
 
         raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
 
+    async def resume_held(self, message: "ResumeHeldRequest") -> "ResumeHeldReply":
+        """
+        Goes on with requests that were held for export, here. Idempotent.
+        """
+
+        raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
+
     async def cancel(self, message: "CancelRequest") -> "CancelReply":
         """
         Forgets requests in whatever phase they are, freeing everything. Idempotent.
@@ -940,6 +992,14 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
         response = await self.release_kv(request)
         await stream.send_message(response)
 
+    async def __rpc_resume_held(
+        self, stream: "grpclib.server.Stream[ResumeHeldRequest, ResumeHeldReply]"
+    ) -> None:
+        request = await stream.recv_message()
+        assert request is not None
+        response = await self.resume_held(request)
+        await stream.send_message(response)
+
     async def __rpc_cancel(
         self, stream: "grpclib.server.Stream[CancelRequest, CancelReply]"
     ) -> None:
@@ -1007,6 +1067,12 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
                 grpclib.const.Cardinality.UNARY_UNARY,
                 ReleaseKvRequest,
                 ReleaseKvReply,
+            ),
+            "/blitzd.engine.v1.Engine/ResumeHeld": grpclib.const.Handler(
+                self.__rpc_resume_held,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                ResumeHeldRequest,
+                ResumeHeldReply,
             ),
             "/blitzd.engine.v1.Engine/Cancel": grpclib.const.Handler(
                 self.__rpc_cancel,
