@@ -1,8 +1,10 @@
 """The OpenAI routes: models, chat completions, completions."""
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from typing import ParamSpec, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -24,7 +26,12 @@ from blitzd.http.wire import (
     Wire,
     frame,
 )
-from blitzd.node.face import GenerateRequest, Generation, ModelCard, NodeFace
+from blitzd.node.face import ChatTokenizer, GenerateRequest, Generation, ModelCard, NodeFace
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_INLINE_BYTES = 16 * 1024
 
 
 class OpenAIRoutes:
@@ -49,14 +56,22 @@ class OpenAIRoutes:
         return _json(_card(prepare.card_of(self._node, request.match_info["name"])))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        body = schema.parse_chat(await read_json_body(request, self._limits))
-        generations = await prepare.of_chat(self._node, body)
-        return await self._answer(request, body, generations)
+        raw = await read_json_body(request, self._limits)
+        body = await _sized(raw, schema.parse_chat, raw)
+        card, tokenizer = self._model(body)
+        wanted = await _sized(raw, prepare.of_chat, card, tokenizer, body)
+        return await self._answer(request, body, wanted)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = schema.parse_completion(await read_json_body(request, self._limits))
-        generations = await prepare.of_completion(self._node, body)
-        return await self._answer(request, body, generations)
+        raw = await read_json_body(request, self._limits)
+        body = await _sized(raw, schema.parse_completion, raw)
+        card, tokenizer = self._model(body)
+        wanted = await _sized(raw, prepare.of_completion, card, tokenizer, body)
+        return await self._answer(request, body, wanted)
+
+    def _model(self, body: schema.Sampling) -> tuple[ModelCard, ChatTokenizer]:
+        card = prepare.card_of(self._node, body.model)
+        return card, self._node.tokenizer(card.name)
 
     async def _answer(
         self, request: web.Request, body: schema.Sampling, wanted: Sequence[GenerateRequest]
@@ -127,6 +142,14 @@ class OpenAIRoutes:
                     await stream.send(frames + wire.piece(index, delta.text, delta.finish))
         usage = Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
         await stream.send((wire.usage(usage) if include_usage else b"") + DONE)
+
+
+async def _sized(raw: bytes, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Runs `work` on the body `raw`: in a thread if it is long, so that one client's long
+    prompt does not hold up the tokens of the others."""
+    if len(raw) <= _INLINE_BYTES:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def _card(card: ModelCard) -> dict[str, object]:

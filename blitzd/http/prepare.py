@@ -1,7 +1,5 @@
 """From a validated body to the generations to run: model, tokens, and the room for output."""
 
-import asyncio
-
 from blitzd.http.errors import ApiError, bad_request
 from blitzd.http.neutral import shown
 from blitzd.http.schema import ChatRequest, CompletionRequest, Sampling
@@ -12,9 +10,6 @@ COMPLETION_TOKENS = 16
 
 TEMPERATURE = 1.0
 """OpenAI's default."""
-
-_INLINE_CHARS = 8192
-"""Longer texts are tokenised in a thread, so that other clients' tokens do not wait."""
 
 
 def card_of(node: NodeFace, model: str) -> ModelCard:
@@ -31,27 +26,25 @@ def card_of(node: NodeFace, model: str) -> ModelCard:
     )
 
 
-async def of_chat(node: NodeFace, body: ChatRequest) -> list[GenerateRequest]:
-    """Raises ApiError."""
-    card = card_of(node, body.model)
-    tokenizer = node.tokenizer(card.name)
+def of_chat(card: ModelCard, tokenizer: ChatTokenizer, body: ChatRequest) -> list[GenerateRequest]:
+    """Raises ApiError (400)."""
     messages = [{"role": m.role, "content": m.text()} for m in body.messages]
     try:
         text = tokenizer.render_chat(messages)
     except ValueError as failure:
         raise bad_request(f"the chat template refused: {failure}", param="messages") from failure
-    tokens = await _tokens(tokenizer, text, "messages")
+    tokens = _tokens(tokenizer, text, "messages")
     return [_generation(body, card, tokens, "messages", default_tokens=None)]
 
 
-async def of_completion(node: NodeFace, body: CompletionRequest) -> list[GenerateRequest]:
-    """One generation a prompt, in the order given. Raises ApiError."""
-    card = card_of(node, body.model)
-    tokenizer = node.tokenizer(card.name)
+def of_completion(
+    card: ModelCard, tokenizer: ChatTokenizer, body: CompletionRequest
+) -> list[GenerateRequest]:
+    """One generation a prompt, in the order given. Raises ApiError (400)."""
     requests = []
     for prompt in body.prompts():
         if isinstance(prompt, str):
-            tokens = await _tokens(tokenizer, prompt, "prompt")
+            tokens = _tokens(tokenizer, prompt, "prompt")
         else:
             _check_ids(prompt, card, "prompt")
             tokens = prompt
@@ -59,11 +52,8 @@ async def of_completion(node: NodeFace, body: CompletionRequest) -> list[Generat
     return requests
 
 
-async def _tokens(tokenizer: ChatTokenizer, text: str, param: str) -> list[int]:
-    if len(text) > _INLINE_CHARS:
-        tokens = await asyncio.to_thread(tokenizer.encode, text)
-    else:
-        tokens = tokenizer.encode(text)
+def _tokens(tokenizer: ChatTokenizer, text: str, param: str) -> list[int]:
+    tokens = tokenizer.encode(text)
     if not tokens:
         raise bad_request(f"{param} has no tokens; accepted: at least one", param=param)
     return tokens

@@ -97,10 +97,10 @@ class Health:
 
 
 class ChatTokenizer(Protocol):
-    """What the routes need of the model's tokenizer."""
+    """What the routes need of the model's tokenizer. Both methods are called in other
+    threads too, when the text is long."""
 
-    def encode(self, text: str) -> list[int]:
-        """Called in another thread when the text is long: it must not change the tokenizer."""
+    def encode(self, text: str) -> list[int]: ...
 
     def render_chat(self, messages: list[dict[str, Any]]) -> str:
         """The prompt text for `messages`, ready to encode (specials included).

@@ -164,7 +164,7 @@ def test_a_client_that_reads_slowly_gets_everything() -> None:
         sock.sendall(post(PLAIN, {"model": MODEL, "prompt": "x", "stream": True}))
         received = bytearray()
         sock.settimeout(5.0)
-        while not received.endswith(b"0\r\n\r\n"):
+        while not received.endswith(b"\r\n0\r\n\r\n"):
             data = sock.recv(32768)
             assert data, "cut off"
             received += data

@@ -91,6 +91,30 @@ def test_what_is_not_http_gets_an_error_object(data: bytes, status: int, word: s
     assert b"aiohttp" not in head
 
 
+def test_a_client_may_ask_before_it_sends_its_body() -> None:
+    """curl does for bodies above a megabyte."""
+    with served(ScriptedNode()) as server:
+        head, _, body = post(CHAT, chat_body()).partition(b"\r\n\r\n")
+        sock = server.raw(head + b"\r\nExpect: 100-continue\r\n\r\n")
+        assert sock.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        sock.sendall(body)
+        assert b" 200 OK" in sock.recv(65536).splitlines()[0]
+        sock.close()
+
+
+def test_http_1_0_gets_a_stream_that_ends_with_the_connection() -> None:
+    with served(ScriptedNode()) as server:
+        request = post(CHAT, chat_body(stream=True)).replace(b"HTTP/1.1", b"HTTP/1.0")
+        sock = server.raw(request)
+        answer = b""
+        while received := sock.recv(65536):
+            answer += received
+        sock.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"chunked" not in head
+    assert frames(body)[-1] == "[DONE]"
+
+
 def test_a_body_too_long_is_refused_before_it_is_sent() -> None:
     with served(ScriptedNode()) as server:
         sock = server.raw(POST + b"Content-Length: 99999999999\r\n\r\n")
