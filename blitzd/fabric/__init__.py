@@ -17,6 +17,7 @@ from blitzd.fabric.errors import (
 from blitzd.fabric.identity import Identity
 from blitzd.fabric.mapped_peer import MappedPeer, MappedPeers
 from blitzd.fabric.segments import Segment
+from blitzd.fabric.ucx import UcxFabric
 
 __all__ = [
     "ArenaServer",
@@ -30,4 +31,5 @@ __all__ = [
     "SegmentError",
     "SharedArena",
     "TransferTimeout",
+    "UcxFabric",
 ]

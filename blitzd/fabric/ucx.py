@@ -1,0 +1,155 @@
+"""Bytes between workers of different nodes, over UCX.
+
+A thread of its own drives UCX: it sleeps until a descriptor wakes it (UCX is armed, not
+polled), so idling costs nothing, a large transfer does not hold up the caller's event loop,
+and any asyncio loop will do.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+from blitzd.fabric.errors import FabricError
+from blitzd.fabric.identity import Identity
+from blitzd.fabric.segments import Bytes, Segment, as_bytes, checked, refuse_overlap
+from blitzd.fabric.ucx_thread import UcxThread
+from blitzd.fabric.ucx_transfer import Job
+from blitzd.fabric.ucx_wire import Address, data_tag, draw_tag
+
+
+class UcxFabric:
+    """One a process. `identity` is this worker's name and epoch, `r0/3`.
+
+    A hand-over: the receiving worker draws `new_tag()` and sends it with its `address` to
+    the source; the source starts `send` to that address, then answers with its own
+    `address`; the receiver calls `receive` from it. Each side connects to the other, so
+    each learns at once when the other dies, and within half a second when it stalls.
+    """
+
+    def __init__(self, identity: str) -> None:
+        self.identity = Identity.parse(identity)
+        self._thread: UcxThread | None = None
+        self._starting: asyncio.Task[UcxThread] | None = None
+
+    async def start(self) -> None:
+        """Loads UCX and starts the thread. Idempotent; `send` and `receive` call it."""
+        if self._thread is not None:
+            return
+        if self._starting is None:
+            self._starting = asyncio.create_task(asyncio.to_thread(UcxThread, self.identity))
+        self._thread = await asyncio.shield(self._starting)
+
+    @property
+    def address(self) -> bytes:
+        """Where peers reach this fabric, its identity and epoch included.
+
+        Raises FabricError before `start`.
+        """
+        if self._thread is None:
+            raise FabricError(f"the fabric of {self.identity} was not started")
+        return self._thread.address
+
+    @staticmethod
+    def new_tag() -> int:
+        """A name for one transfer. Drawn by the receiver."""
+        return draw_tag()
+
+    async def send(
+        self,
+        peer_address: bytes,
+        tag: int,
+        buffer: object,
+        segments: Sequence[Segment],
+        deadline: float,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> int:
+        """Sends `segments` of `buffer`; returns their bytes once the peer has them all.
+
+        `deadline` is a time of `time.monotonic()`; `on_bytes` is told on the fabric's thread
+        how many of the first bytes have left. Raises SegmentError, ValueError for a bad
+        address or tag, IdentityMismatch when the peer's epoch is an old one, PeerLost,
+        TransferTimeout.
+        """
+        view = as_bytes(buffer, writable=False, name="buffer")
+        return await self._transfer(
+            UcxThread.send,
+            peer_address,
+            tag,
+            view,
+            checked(segments, len(view), "segments"),
+            deadline,
+            on_bytes,
+        )
+
+    async def receive(
+        self,
+        peer_address: bytes,
+        tag: int,
+        buffer: object,
+        segments: Sequence[Segment],
+        deadline: float,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> int:
+        """Receives onto `segments` of `buffer`; returns their bytes.
+
+        The peer must send as many. `on_bytes` is told on the fabric's thread how many of
+        the first bytes are there. Raises as `send` does; once it has raised, or was
+        cancelled, `buffer` is not written any more.
+        """
+        view = as_bytes(buffer, writable=True, name="buffer")
+        targets = checked(segments, len(view), "segments")
+        refuse_overlap(targets, "segments")
+        return await self._transfer(
+            UcxThread.receive, peer_address, tag, view, targets, deadline, on_bytes
+        )
+
+    async def _transfer(
+        self,
+        start: Callable[[UcxThread, Address, Job], None],
+        peer_address: bytes,
+        tag: int,
+        view: Bytes,
+        segments: list[Segment],
+        deadline: float,
+        on_bytes: Callable[[int], None] | None,
+    ) -> int:
+        address = Address.decode(peer_address)
+        data_tag(tag)
+        await self.start()
+        assert self._thread is not None
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def finish(error: FabricError | None) -> None:
+            # A loop that was closed meanwhile has nobody waiting.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_settle, done, error)
+
+        job = Job(tag, view, segments, deadline, finish, on_bytes)
+        start(self._thread, address, job)
+        try:
+            await asyncio.shield(done)
+        except asyncio.CancelledError:
+            self._thread.give_up(address, tag)
+            while not done.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([done])
+            done.exception()
+            raise
+        return job.total
+
+    async def close(self) -> None:
+        """Ends every transfer with PeerLost, here and at the peers, and the thread."""
+        if self._starting is None:
+            return
+        thread = await self._starting
+        await asyncio.to_thread(thread.stop)
+
+
+def _settle(done: "asyncio.Future[None]", error: FabricError | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
