@@ -1,6 +1,8 @@
 """Imports run downhill (design: house rule 5)."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,9 @@ def test_the_core_has_no_clock_no_chance_and_no_io(room: str) -> None:
     for path in modules(room):
         impure = {name.split(".")[0] for name in imported(path)} & NO_IO
         assert not impure, f"{path.relative_to(PACKAGE)} imports {', '.join(sorted(impure))}"
+
+
+def test_the_daemon_does_not_pay_for_torch() -> None:
+    """It takes seconds and hundreds of megabytes that only workers need."""
+    program = "import blitzd.cli.serve, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -13,7 +13,7 @@ import structlog
 import uvloop
 
 from blitzd.engine import catalogue
-from blitzd.engine.kv_cache import KvGeometry
+from blitzd.engine.kv_geometry import KvGeometry
 from blitzd.engine.layout import read_model_file
 from blitzd.engine.prepare import prepare
 from blitzd.events import LogError
@@ -75,15 +75,16 @@ def up(
     """
     _log_to_stderr()
     try:
-        model_name = model if model in catalogue.CATALOGUE else Path(model).stem
-        if model in catalogue.CATALOGUE:
+        entry = catalogue.CATALOGUE.get(model)
+        if entry is not None:
             catalogue.pull(model)
         source = catalogue.resolve(model)
         model_dir = prepare(source, dtype, catalogue.prepared_dir())
         config = NodeConfig(
             state_dir=state_dir or default_state_dir(),
             model_dir=model_dir,
-            model_name=model_name,
+            model_name=entry.name if entry else Path(model).stem,
+            temperature=entry.temperature if entry else 1.0,
             prefill=prefill,
             decode=decode,
             spare=spare,

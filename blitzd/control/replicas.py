@@ -23,6 +23,8 @@ def booted(turn: Turn, boot: ev.Booted) -> None:
         if replica.worker == "absent":
             continue
         if (replica.id, replica.epoch, replica.pid) in adopted:
+            if replica.worker != "attached":
+                turn.emit(ev.WorkerAttached(replica.id, replica.epoch, replica.pid))
             turn.command(ResetWorker(replica.id, replica.epoch))
         else:
             turn.command(EndWorker(replica.id, replica.epoch))

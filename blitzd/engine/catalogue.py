@@ -31,6 +31,8 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
     bytes: int
     origin: str
+    temperature: float
+    """Of requests that name none. A small model at 1.0 answers with noise."""
 
 
 CATALOGUE = {
@@ -45,6 +47,7 @@ CATALOGUE = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             bytes=98362432,
             origin="SmolLM2-135M-Instruct by Hugging Face TB, 4-bit (Q4_1)",
+            temperature=0.0,
         ),
     )
 }

@@ -21,7 +21,7 @@ from blitzd.proto.blitzd.engine import v1 as pb
 from blitzd.sched import Refused
 
 if TYPE_CHECKING:
-    from blitzd.engine.kv_cache import KvGeometry
+    from blitzd.engine.kv_geometry import KvGeometry
     from blitzd.engine.replica import Replica
 
 

@@ -12,7 +12,8 @@ from blitzd.engine.arena import Arena
 from blitzd.engine.attention import TorchAttention
 from blitzd.engine.errors import InvalidField
 from blitzd.engine.executor import Executor
-from blitzd.engine.kv_cache import KvCache, KvGeometry
+from blitzd.engine.kv_cache import KvCache
+from blitzd.engine.kv_geometry import KvGeometry
 from blitzd.engine.llama import Llama
 from blitzd.engine.options import ReplicaOptions
 from blitzd.engine.prepared import Prepared

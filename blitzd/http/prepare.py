@@ -8,7 +8,6 @@ from blitzd.node.face import ChatTokenizer, GenerateRequest, ModelCard, NodeFace
 COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` for plain completions. Chat's is the rest of the context."""
 
-TEMPERATURE = 1.0
 """OpenAI's default."""
 
 
@@ -84,7 +83,7 @@ def _generation(
     return GenerateRequest(
         prompt_tokens=tuple(tokens),
         max_tokens=max_tokens,
-        temperature=TEMPERATURE if body.temperature is None else body.temperature,
+        temperature=card.temperature if body.temperature is None else body.temperature,
         # The node's seeds are unsigned; OpenAI's are signed.
         seed=None if body.seed is None else body.seed % 2**64,
         stop=body.stop_strings(),

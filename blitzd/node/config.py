@@ -12,6 +12,8 @@ class NodeConfig:
     model_dir: Path
     """A prepared model."""
     model_name: str
+    temperature: float = 1.0
+    """Of requests that name none."""
     prefill: int = 1
     decode: int = 1
     spare: int = 1

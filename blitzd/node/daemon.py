@@ -133,6 +133,7 @@ class NodeDaemon:
                 vocab_tokens=self._model.vocab,
                 digest=self._model.digest,
                 licence=self._model.licence,
+                temperature=self.config.temperature,
             )
         ]
 

@@ -82,6 +82,8 @@ class ModelCard:
     """Token ids are in [0, vocab_tokens); prompts given as ids are checked against it."""
     digest: str
     licence: str = ""
+    temperature: float = 1.0
+    """Of a request that names none: what suits the model, else OpenAI's default."""
     owned_by: str = "blitzd"
 
 

@@ -143,6 +143,15 @@ def test_boot_keeps_workers_that_still_answer_and_replaces_the_others() -> None:
     assert world.replica("r1").state is ReplicaState.DECODE
 
 
+def test_a_worker_that_came_up_while_the_daemon_was_away_is_attached() -> None:
+    world = Harness()
+    world.boot("prefill")
+    world.feed(ev.WorkerStarted("r0", 1, 100))
+    world.boot("prefill", adopted=(("r0", 1, 100),))
+    assert world.replica("r0").state is ReplicaState.LOADING_PREFILL
+    assert [type(c) for c in world.commands] == [ResetWorker, LoadModel]
+
+
 def test_boot_with_fewer_replicas_retires_the_rest() -> None:
     world = Harness().serving("prefill", "decode", "spare")
     adopted = tuple((f"r{i}", 1, 100 + i) for i in range(3))

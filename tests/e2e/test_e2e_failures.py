@@ -38,7 +38,7 @@ def test_a_killed_worker_is_noticed_logged_and_replaced(fresh: Daemon, role: str
     seen: list[dict[str, Any]] = []
     client = threading.Thread(target=stream_until_failure, args=(fresh, seen))
     client.start()
-    wait_for("a few tokens", lambda: fresh.replica("decode")["inflight"] == 1)
+    wait_for("it decodes", lambda: fresh.state()["requests"]["decoding"] == 1)
     victim = fresh.replica(role)
     killed_ns = time.time_ns()
     os.kill(victim["pid"], signal.SIGKILL)
@@ -90,7 +90,7 @@ def test_sigterm_finishes_what_runs_and_leaves_no_process(fresh: Daemon) -> None
     body = LONG | {"max_tokens": 60}
     client = threading.Thread(target=lambda: seen.extend(fresh.stream("/v1/completions", body)))
     client.start()
-    wait_for("it runs", lambda: fresh.replica("decode")["inflight"] == 1)
+    wait_for("it decodes", lambda: fresh.state()["requests"]["decoding"] == 1)
     assert fresh.process is not None
     fresh.process.send_signal(signal.SIGTERM)
     wait_for("draining", lambda: fresh.get_status("/health") == 503)
