@@ -8,8 +8,6 @@ from blitzd.node.face import ChatTokenizer, GenerateRequest, ModelCard, NodeFace
 COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` for plain completions. Chat's is the rest of the context."""
 
-"""OpenAI's default."""
-
 
 def card_of(node: NodeFace, model: str) -> ModelCard:
     """Raises ApiError (404, `model_not_found`)."""
