@@ -226,11 +226,12 @@ class FrameDecoder:
         records: list[Record] = []
         keep = records.append
         unpack, checksum, decoders = FRAME.unpack_from, extend, self._decoders
-        opened: tuple[int, Chain, int] | None = None
+        magic, limit, more = MAGIC, MAX_PAYLOAD_BYTES, MORE
+        opened: tuple[int, int, int, int] | None = None
         reason = None
         while offset + HEADER_BYTES <= end:
             length, guard, stored, word, seq, wall, mono, cause, _ = unpack(buffer, offset)
-            if length ^ guard != MAGIC or length > MAX_PAYLOAD_BYTES:
+            if length ^ guard != magic or length > limit:
                 reason = NO_FRAME
                 break
             stop = offset + HEADER_BYTES + length
@@ -241,10 +242,10 @@ class FrameDecoder:
             if found != stored or seq != expected:
                 reason = _mismatch(found, stored, seq, expected)
                 break
-            if word >= MORE:
-                word -= MORE
+            if word >= more:
+                word -= more
                 if opened is None:
-                    opened = offset, Chain(crc, seq), len(records)
+                    opened = offset, crc, seq, len(records)
             else:
                 opened = None
             decode = decoders.get(word)
@@ -261,8 +262,8 @@ class FrameDecoder:
         fault = Fault(offset, here, reason) if reason else None
         if opened is None or self._forensic:
             return records, Taken(offset, here, fault)
-        offset, here, count = opened
-        return records[:count], Taken(offset, here, fault)
+        offset, crc, expected, count = opened
+        return records[:count], Taken(offset, Chain(crc, expected), fault)
 
     def _payload_decoder(self, word: int, seq: int) -> PayloadDecoder:
         type_id, version = word & 0xFFFF, word >> 16 & 0xFF
@@ -288,7 +289,7 @@ def scan(buffer: bytes, offset: int, chain: Chain, before_seq: int | None = None
     crc, expected = chain
     end = len(buffer)
     unpack, checksum = FRAME.unpack_from, extend
-    opened: tuple[int, Chain] | None = None
+    opened: tuple[int, int, int] | None = None
     reason = None
     while offset + HEADER_BYTES <= end:
         if expected == before_seq:
@@ -307,11 +308,14 @@ def scan(buffer: bytes, offset: int, chain: Chain, before_seq: int | None = None
         if word < MORE:
             opened = None
         elif opened is None:
-            opened = offset, Chain(crc, seq)
+            opened = offset, crc, seq
         crc, expected, offset = found, seq + 1, following
     here = Chain(crc, expected)
     fault = Fault(offset, here, reason) if reason else None
-    return Taken(*(opened or (offset, here)), fault)
+    if opened is None:
+        return Taken(offset, here, fault)
+    offset, crc, expected = opened
+    return Taken(offset, Chain(crc, expected), fault)
 
 
 def _mismatch(found: int, stored: int, seq: int, expected: int) -> str:
