@@ -258,6 +258,7 @@ class LogCursor:
                 self._offset, self._chain = self._offset + later.offset, later.chain
                 return True
         self._finished = last
+        self._header = None  # the next cannot continue what is broken
         return self._enter(following)
 
     def _reopen_if_empty(self) -> None:

@@ -95,6 +95,8 @@ def segment_sizes(disk: Disk, directory: Path) -> dict[int, int]:
 def encode_header(header: SegmentHeader) -> bytes:
     body = msgspec.json.encode(header) + b"\n"
     body += b" " * (-(len(body) + _PREFIX.size) & 7)
+    if len(body) > _HEADER_MAX_BYTES:
+        raise LogError(f"a segment header of {len(body)} bytes, accepted: {_HEADER_MAX_BYTES}")
     return _PREFIX.pack(_MAGIC, len(body), value(body)) + body
 
 

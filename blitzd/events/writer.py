@@ -362,6 +362,14 @@ def _last_mono(records: Sequence[Record], mono_ns: int) -> int:
     return mono_ns
 
 
+def _unused_stamp(names: list[str], wall_ns: int) -> int:
+    """The time, or what comes after it: clocks jump, and what was cut off is not to be lost
+    under the name of another cut."""
+    while any(name.endswith(f".torn-{wall_ns}") for name in names):
+        wall_ns += 1
+    return wall_ns
+
+
 def _take_lock(disk: Disk, directory: Path) -> int:
     fd = disk.open(directory / "lock", write=True)
     try:

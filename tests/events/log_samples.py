@@ -13,9 +13,11 @@ from blitzd.events import (
     Kind,
     LogReader,
     LogWriter,
+    OsDisk,
     Payload,
     Record,
     record_type,
+    upcaster,
 )
 
 FIRST_TYPE_ID = 65_000
@@ -39,6 +41,28 @@ class Sampled(Payload, frozen=True, array_like=True):
     note: str = ""
 
 
+@record_type(FIRST_TYPE_ID + 10, Kind.EVENT, schema_version=3)
+class Grown(Payload, frozen=True, array_like=True):
+    """Version 1 had only `name`; 2 added `size` in KiB; 3 counts it in bytes and adds
+    `note`."""
+
+    name: str
+    size_bytes: int = 0
+    note: str = ""
+
+
+@upcaster(Grown.type_id, 1)
+def _without_a_size(fields: list[object]) -> list[object]:
+    return [*fields, 0]
+
+
+@upcaster(Grown.type_id, 2)
+def _kib_to_bytes(fields: list[object]) -> list[object]:
+    name, size_kib = fields
+    assert isinstance(size_kib, int)
+    return [name, size_kib * 1024]
+
+
 def record(seq: int, size: int = 0) -> Record:
     """A record that says its own sequence; `size` adds that many bytes of text."""
     payload: Payload
@@ -55,11 +79,21 @@ def records(first: int, count: int, size: int = 0) -> list[Record]:
     return [record(seq, size) for seq in range(first, first + count)]
 
 
+class UnsyncedDisk(OsDisk):
+    """For tests in which no power is cut: what was written is what is read, synced or not."""
+
+    def fdatasync(self, fd: int) -> None:
+        pass
+
+    def fsync_directory(self, path: Path) -> None:
+        pass
+
+
 def fill(
     directory: Path, batches: Iterable[int], disk: Disk | None = None, **options: int
 ) -> list[Record]:
     """A log of one boot: one append and sync for each of `batches` (record counts)."""
-    writer = LogWriter.open(directory, disk=disk, **options)
+    writer = LogWriter.open(directory, disk=disk or UnsyncedDisk(), **options)
     written: list[Record] = []
     for count in batches:
         batch = records(writer.last_seq + 1, count)

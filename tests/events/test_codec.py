@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from log_samples import FIRST_TYPE_ID, Moved, Sampled, Ticked, raw_frame, records
+from log_samples import Grown, Moved, Sampled, Ticked, raw_frame, records
 
 from blitzd.events import (
     Kind,
@@ -13,7 +13,6 @@ from blitzd.events import (
     RecordRefused,
     UnknownPayload,
     UnknownRecord,
-    record_type,
     upcaster,
 )
 from blitzd.events.codec import Chain, FrameDecoder, encode_batch, scan
@@ -91,28 +90,6 @@ def test_equal_records_have_equal_payload_bytes() -> None:
     one, _ = encode_batch(records(1, 20), START, 0)
     other, _ = encode_batch(records(1, 20), START, 0)
     assert one == other
-
-
-@record_type(FIRST_TYPE_ID + 10, Kind.EVENT, schema_version=3)
-class Grown(Payload, frozen=True, array_like=True):
-    """Version 1 had only `name`; 2 added `size` in KiB; 3 counts it in bytes and adds
-    `note`."""
-
-    name: str
-    size_bytes: int = 0
-    note: str = ""
-
-
-@upcaster(Grown.type_id, 1)
-def _without_a_size(fields: list[object]) -> list[object]:
-    return [*fields, 0]
-
-
-@upcaster(Grown.type_id, 2)
-def _kib_to_bytes(fields: list[object]) -> list[object]:
-    name, size_kib = fields
-    assert isinstance(size_kib, int)
-    return [name, size_kib * 1024]
 
 
 @pytest.mark.parametrize(

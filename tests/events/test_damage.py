@@ -5,14 +5,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from log_samples import fill, frames, read, record, records, segments
+from log_samples import UnsyncedDisk, fill, frames, raw_frame, read, record, records, segments
 
-from blitzd.events import LogCorrupt, LogError, LogReader, LogWriter, Snapshot, write_snapshot
+from blitzd.events import (
+    LogCorrupt,
+    LogError,
+    LogReader,
+    LogWriter,
+    Snapshot,
+    UnknownRecord,
+    write_snapshot,
+)
+from blitzd.events.verify import verify
 
 
 def restart(directory: Path, accept_loss: int | None = None) -> tuple[int, tuple[str, ...]]:
     """Opens, appends one record, closes: what a daemon's start does. (last good, cut files)"""
-    writer = LogWriter.open(directory, accept_loss=accept_loss)
+    writer = LogWriter.open(directory, disk=UnsyncedDisk(), accept_loss=accept_loss)
     last, recovered = writer.last_seq, writer.status().recovered
     writer.append([record(last + 1)])
     writer.close()
@@ -208,3 +217,46 @@ def test_leftovers_of_an_interrupted_start_are_removed(tmp_path: Path) -> None:
     leftover.write_bytes(b"half a header")
     assert restart(tmp_path)[0] == 4
     assert not leftover.exists()
+
+
+def test_a_report_lists_every_damage_and_what_is_left(tmp_path: Path) -> None:
+    for _ in range(4):
+        fill(tmp_path, [1] * 10)
+    first, second, third, _ = segments(tmp_path)
+    for segment, frame in ((first, 2), (first, 6), (third, 9)):
+        data = bytearray(segment.read_bytes())
+        _, end = list(frames(segment))[frame]
+        data[end - 12] ^= 0x40
+        segment.write_bytes(data)
+    second.unlink()
+    report = verify(tmp_path)
+    assert not report.ok
+    assert report.records == 10 - 2 + 10 - 1 + 10
+    assert (report.first_seq, report.last_seq) == (1, 40)
+    found = [(Path(p.file).name.lstrip("0"), p.first_lost) for p in report.problems]
+    assert found == [("1.log", 3), ("1.log", 7), ("21.log", 11), ("21.log", 30)]
+
+
+def test_a_broken_header_hides_only_its_segment(tmp_path: Path) -> None:
+    for _ in range(3):
+        fill(tmp_path, [1] * 10)
+    data = bytearray(segments(tmp_path)[1].read_bytes())
+    data[30] ^= 1
+    segments(tmp_path)[1].write_bytes(data)
+    report = verify(tmp_path)
+    assert report.records == 20
+    assert "header's checksum" in report.problems[0].reason
+
+
+def test_a_report_counts_what_this_version_must_know_and_does_not(tmp_path: Path) -> None:
+    fill(tmp_path, [2])
+    (segment,) = segments(tmp_path)
+    crc = int.from_bytes(segment.read_bytes()[list(frames(segment))[-1][0] + 8 :][:4], "little")
+    frame, _ = raw_frame(64_998, 1, [], seq=3, crc=crc)
+    segment.write_bytes(segment.read_bytes() + frame)
+    report = verify(tmp_path)
+    assert not report.ok
+    assert report.unknown == {"64998": 1}
+    assert "record 3 must be understood" in report.problems[0].reason
+    with pytest.raises(UnknownRecord, match="record 3 has type id 64998"):
+        read(tmp_path)
