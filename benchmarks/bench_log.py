@@ -24,7 +24,7 @@ import cyclopts
 import msgspec
 import uvloop
 
-from blitzd.control.core import Core
+from blitzd.control.core import CORE_VERSION, Core
 from blitzd.control.policy import Policy
 from blitzd.events import LogReader, LogWriter, Record, Snapshot, latest_snapshot, write_snapshot
 from blitzd.events import types as ev
@@ -56,7 +56,7 @@ def core_records() -> Iterator[list[Record]]:
         return step.records
 
     roles = (("p0", "prefill"), ("d0", "decode"))
-    yield feed(ev.Booted(1, "bench", "local", roles, Policy().pairs()))
+    yield feed(ev.Booted(1, "bench", "local", roles, Policy().pairs(), CORE_VERSION))
     for pid, (replica, _) in enumerate(roles, 1000):
         epoch = state.replicas[replica].epoch
         yield feed(ev.WorkerStarted(replica, epoch, pid))

@@ -22,7 +22,7 @@ from blitzd.fsm import ClusterState, fold
 
 HISTORY: list[Payload] = [
     ev.RequestArrived(1, 12, 64, 7, 0),
-    ev.NodeStarted(1, "0.1.0", "node-é", (("patience", 3),)),
+    ev.NodeDraining("maintenance – é", 5),
     *(ev.ReplicaRegistered(f"p{i}", "node-é", "prefill") for i in range(20)),
     ev.StaleNoticeIgnored("drained", "p0", 0),
 ]
@@ -147,15 +147,15 @@ def test_verify_after_retention_knows_no_hash(state_directory: Path, log: Any) -
 def test_cat_prints_one_record_a_line(state_directory: Path, log: Any) -> None:
     lines = log("cat", state_directory).out.splitlines()
     assert len(lines) == 23
-    assert lines[1].split()[:3] == ["2", "2025-11-29T17:00:00.123456Z", "NodeStarted"]
+    assert lines[1].split()[:3] == ["2", "2025-11-29T17:00:00.123456Z", "NodeDraining"]
     assert "<-1" in lines[1]
-    assert "node='node-é'" in lines[1]
+    assert "reason='maintenance – é'" in lines[1]
 
 
 def test_cat_selects(state_directory: Path, log: Any) -> None:
     answer = log("cat", state_directory, "--from", 5, "--until", 7, "--json")
     assert [json.loads(line)["seq"] for line in answer.out.splitlines()] == [5, 6, 7]
-    answer = log("cat", state_directory, "--type", "NodeStarted", "--type", "RequestArrived")
+    answer = log("cat", state_directory, "--type", "NodeDraining", "--type", "RequestArrived")
     assert [line.split()[0] for line in answer.out.splitlines()] == ["1", "2"]
 
 
@@ -169,14 +169,9 @@ def test_export_is_the_documented_form(state_directory: Path, tmp_path: Path, lo
         "wall_ns": 1_764_435_600_123_456_789,
         "mono_ns": 20,
         "kind": "event",
-        "type": "NodeStarted",
+        "type": "NodeDraining",
         "cause": 1,
-        "payload": {
-            "boot_epoch": 1,
-            "version": "0.1.0",
-            "node": "node-é",
-            "policy": [["patience", 3]],
-        },
+        "payload": {"reason": "maintenance – é", "deadline_ns": 5},
     }
     assert json.loads(lines[0])["kind"] == "input"
     assert log("export", state_directory).out.splitlines() == lines
@@ -197,7 +192,7 @@ def test_stats_count_by_type_and_segment(state_directory: Path, log: Any) -> Non
     assert found["types"] == {
         "ReplicaRegistered": 20,
         "RequestArrived": 1,
-        "NodeStarted": 1,
+        "NodeDraining": 1,
         "StaleNoticeIgnored": 1,
     }
     assert found["bytes"] == sum(segment["bytes"] for segment in found["segments"])
