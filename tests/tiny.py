@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from blitzd.engine.layout import layout_of
 from blitzd.engine.model_config import Dtype, ModelConfig
 from blitzd.engine.prepare import Part, build
-from blitzd.engine.tokenizer import _BYTE_OF_CHARACTER
+from blitzd.engine.tokenizer import BYTE_OF_CHARACTER
 
 END, TURN, START = 256, 257, 258
 SPECIALS = {"<|end|>": END, "<|turn|>": TURN, "<|start|>": START}
@@ -76,7 +76,7 @@ class RandomSource:
         return tensor.reshape(-1, tensor.shape[-1])[start:stop]
 
     def write_tokenizer(self, directory: Path) -> None:
-        vocab = dict(_BYTE_OF_CHARACTER)
+        vocab = dict(BYTE_OF_CHARACTER)
         added = [
             {
                 "id": i, "content": text, "single_word": False, "lstrip": False,

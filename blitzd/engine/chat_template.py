@@ -21,7 +21,9 @@ MAX_TEMPLATE = 1 << 18
 MAX_STEPS = 200_000
 """Loop turns and calls of one rendering."""
 MAX_TEXT = 1 << 23
-"""Characters of any string that a template makes."""
+"""Characters of any string that a template makes, and of all its output."""
+MAX_ITEMS = 1 << 20
+"""Values in any collection that a template makes."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -35,13 +37,40 @@ class _Exhausted(Exception):
 
 
 class _Budget:
+    """What one rendering may still do."""
+
     def __init__(self) -> None:
         self.steps = MAX_STEPS
+        self.characters = MAX_TEXT
+        self._sizes: dict[int, tuple[int, Any]] = {}
 
     def spend(self) -> None:
         self.steps -= 1
         if self.steps < 0:
             raise _Exhausted(f"it takes more than {MAX_STEPS} steps")
+
+    def emit(self, length: int) -> None:
+        self.characters -= length
+        if self.characters < 0:
+            raise _Exhausted(f"it makes more than {MAX_TEXT} characters")
+
+    def size(self, value: Any) -> int:
+        """Values in a tree of containers. Shared branches count each time, since whoever
+        prints or compares them walks them each time."""
+        if isinstance(value, dict):
+            members: Iterable[Any] = value.values()
+        elif isinstance(value, list | tuple | set):
+            members = value
+        else:
+            return 1
+        known = self._sizes.get(id(value))
+        if known is not None:
+            return known[0]
+        total = 1 + sum(map(self.size, members))
+        if total > MAX_ITEMS:
+            raise _Exhausted(f"it makes a collection of more than {MAX_ITEMS} values")
+        self._sizes[id(value)] = (total, value)  # kept, so that the id is not used again
+        return total
 
 
 _budget: ContextVar[_Budget] = ContextVar("_budget")
@@ -54,10 +83,19 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
-def _short(value: Any) -> Any:
-    if isinstance(value, str) and len(value) > MAX_TEXT:
-        raise _Exhausted(f"it makes a text of more than {MAX_TEXT} characters")
+def _bounded(value: Any) -> Any:
+    if isinstance(value, str):
+        if len(value) > MAX_TEXT:
+            raise _Exhausted(f"it makes a text of more than {MAX_TEXT} characters")
+    elif isinstance(value, list | tuple | dict | set):
+        _budget.get().size(value)
     return value
+
+
+def _emitted(value: Any) -> str:
+    text = str(value)
+    _budget.get().emit(len(text))
+    return text
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -68,27 +106,26 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         _budget.get().spend()
         if operator in ("*", "**"):
-            sizes = [len(v) for v in (left, right) if isinstance(v, str | list | tuple)]
-            factor = right if isinstance(right, int) else left
-            if not isinstance(factor, int | float) or (sizes and sizes[0] * factor > MAX_TEXT):
-                raise _Exhausted("it multiplies a text beyond bounds")
-            if operator == "**" and (abs(left) > 1 << 32 or abs(right) > 64):
-                raise _Exhausted("it raises a number beyond bounds")
+            _bound_product(operator, left, right)
         if operator == "%" and isinstance(left, str):
             raise _Exhausted("it formats with %, which is not allowed")
-        return _short(super().call_binop(context, operator, left, right))
+        return _bounded(super().call_binop(context, operator, left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str) and attr in _GROWING_METHODS:
             return False
         return super().is_safe_attribute(obj, attr, value)
 
+    def wrap_str_format(self, value: Any) -> Any:
+        """Keeps the sandbox from making str.format safe: a width is not."""
+        return None
+
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
         _budget.get().spend()
         owner = getattr(function, "__self__", None)
-        if isinstance(owner, str) and getattr(function, "__name__", "") == "replace":
-            _bound_replace(owner, *args)
-        return _short(super().call(context, function, *args, **kwargs))
+        if isinstance(owner, str):
+            _bound_method(owner, getattr(function, "__name__", ""), *args)
+        return _bounded(super().call(context, function, *args, **kwargs))
 
 
 _GROWING_METHODS = frozenset(
@@ -96,11 +133,34 @@ _GROWING_METHODS = frozenset(
 )
 
 _FILTERS = (
-    "abs", "attr", "batch", "capitalize", "count", "d", "default", "dictsort", "e", "escape",
+    "abs", "attr", "capitalize", "count", "d", "default", "dictsort", "e", "escape",
     "first", "float", "groupby", "indent", "int", "items", "join", "last", "length", "list",
     "lower", "map", "max", "min", "reject", "rejectattr", "replace", "reverse", "round", "safe",
     "select", "selectattr", "sort", "string", "sum", "title", "tojson", "trim", "unique", "upper",
 )  # fmt: skip
+
+
+def _bound_product(operator: str, left: Any, right: Any) -> None:
+    texts = [len(value) for value in (left, right) if isinstance(value, str | list | tuple)]
+    if texts:
+        factor = right if isinstance(right, int) else left
+        if not isinstance(factor, int) or texts[0] * factor > MAX_TEXT:
+            raise _Exhausted("it multiplies a text beyond bounds")
+    elif operator == "**":
+        if not (abs(left) <= 1 << 32 and abs(right) <= 64):
+            raise _Exhausted("it raises a number beyond bounds")
+    elif all(isinstance(value, int) for value in (left, right)):
+        if left.bit_length() + right.bit_length() > 4096:
+            raise _Exhausted("it makes a number beyond bounds")
+
+
+def _bound_method(text: str, name: str, *args: Any) -> None:
+    if name == "replace":
+        _bound_replace(text, *args)
+    elif name == "join" and args and isinstance(args[0], list | tuple | dict | str):
+        parts = sum(len(part) for part in args[0] if isinstance(part, str))
+        if parts + len(text) * len(args[0]) > MAX_TEXT:
+            raise _Exhausted(f"it makes a text of more than {MAX_TEXT} characters")
 
 
 def _bound_replace(text: str, old: str = "", new: str = "", *_: Any) -> None:
@@ -108,13 +168,13 @@ def _bound_replace(text: str, old: str = "", new: str = "", *_: Any) -> None:
         raise _Exhausted(f"it makes a text of more than {MAX_TEXT} characters")
 
 
-def _bounded_filter(function: Callable[..., Any]) -> Callable[..., Any]:
+def _budgeted(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def bounded(*args: Any, **kwargs: Any) -> Any:
+    def budgeted(*args: Any, **kwargs: Any) -> Any:
         _budget.get().spend()
-        return _short(function(*args, **kwargs))
+        return _bounded(function(*args, **kwargs))
 
-    return bounded
+    return budgeted
 
 
 def _replace(text: Any, old: str, new: str) -> str:
@@ -150,7 +210,17 @@ def _tojson(value: Any, indent: int | None = None) -> str:
 
 def _concat(*values: Any) -> str:
     _budget.get().spend()
-    return str(_short("".join(map(str, values))))
+    return str(_bounded("".join(map(str, values))))
+
+
+def _round(value: float, precision: int = 0, method: str = "common") -> float:
+    if abs(precision) > 16 or method != "common":
+        raise _Exhausted("it rounds in a way that is not allowed")
+    return round(value, precision)
+
+
+def _sum(items: Iterable[Any], attribute: str | None = None, start: float = 0) -> float:
+    return start + sum(float(item[attribute] if attribute else item) for item in _counted(items))
 
 
 def _raise_exception(message: str) -> None:
@@ -166,11 +236,14 @@ def _environment() -> _Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     own = {"replace": _replace, "join": _join, "indent": _indent, "tojson": _tojson}
+    own |= {"round": _round, "sum": _sum}
     environment.filters = {
-        name: _bounded_filter(own.get(name, environment.filters[name])) for name in _FILTERS
+        name: _budgeted(own.get(name, environment.filters[name])) for name in _FILTERS
     }
     environment.filters["_counted"] = _counted
     environment.filters["_concat"] = _concat
+    environment.filters["_emitted"] = _emitted
+    environment.filters["_bounded"] = _bounded
     del environment.globals["lipsum"], environment.globals["cycler"], environment.globals["joiner"]
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -186,9 +259,7 @@ class ChatTemplate:
         environment = _environment()
         try:
             tree = environment.parse(source)
-            for loop in list(tree.find_all(nodes.For)):
-                loop.iter = nodes.Filter(loop.iter, "_counted", [], [], None, None)
-            _bound_concats(tree)
+            _fence(tree)
             code = environment.compile(tree)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ValueError(f"the chat template cannot be compiled: {error}") from error
@@ -200,25 +271,20 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             _check_message(index, message)
         token = _budget.set(_Budget())
-        pieces: list[str] = []
-        size = 0
         try:
-            for piece in self._template.generate(
+            return self._template.render(
                 messages=messages, add_generation_prompt=True, **self._tokens
-            ):
-                size += len(piece)
-                if size > MAX_TEXT:
-                    raise _Exhausted(f"it makes more than {MAX_TEXT} characters")
-                pieces.append(piece)
+            )
         except _Refused as error:
             raise ValueError(f"the chat template refuses messages: {error}") from None
-        except (_Exhausted, jinja2.TemplateError, RecursionError, MemoryError) as error:
+        except MemoryError:
+            raise ValueError("the chat template failed: out of memory") from None
+        except (_Exhausted, jinja2.TemplateError, RecursionError) as error:
             raise ValueError(f"the chat template failed: {error}") from error
         except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
             raise ValueError(f"the chat template failed on messages: {error}") from error
         finally:
             _budget.reset(token)
-        return "".join(pieces)
 
 
 def _check_message(index: int, message: dict[str, Any]) -> None:
@@ -229,16 +295,40 @@ def _check_message(index: int, message: dict[str, Any]) -> None:
         )
 
 
-def _bound_concats(tree: nodes.Node) -> None:
-    """Replaces `a ~ b`, which the sandbox does not intercept, by a bounded filter."""
-    for parent in [tree, *tree.find_all(nodes.Node)]:
-        for name, value in list(parent.iter_fields()):
-            if isinstance(value, nodes.Concat):
-                setattr(parent, name, _as_filter(value))
-            elif isinstance(value, list):
-                value[:] = [_as_filter(v) if isinstance(v, nodes.Concat) else v for v in value]
+def _fence(tree: nodes.Template) -> None:
+    """Puts a counting filter around all that the sandbox does not see: what loops run
+    over, what is put out, `a ~ b`, and literal collections."""
+    for loop in list(tree.find_all(nodes.For)):
+        loop.iter = _filtered(loop.iter, "_counted")
+    for output in list(tree.find_all(nodes.Output)):
+        output.nodes = [
+            _filtered(
+                nodes.Const(part.data) if isinstance(part, nodes.TemplateData) else part, "_emitted"
+            )
+            for part in output.nodes
+        ]
+    _replace_nodes(tree)
 
 
-def _as_filter(concat: nodes.Concat) -> nodes.Filter:
-    first, *rest = concat.nodes
-    return nodes.Filter(first, "_concat", rest, [], None, None)
+def _replace_nodes(parent: nodes.Node) -> None:
+    for child in list(parent.iter_child_nodes()):
+        _replace_nodes(child)
+    for name, value in list(parent.iter_fields()):
+        if isinstance(value, nodes.Node):
+            setattr(parent, name, _fenced(value))
+        elif isinstance(value, list):
+            value[:] = [_fenced(v) if isinstance(v, nodes.Node) else v for v in value]
+
+
+def _fenced(node: nodes.Node) -> nodes.Node:
+    if isinstance(node, nodes.Concat):
+        first, *rest = node.nodes
+        return _filtered(first, "_concat", rest)
+    is_value = isinstance(node, nodes.List | nodes.Dict) or (
+        isinstance(node, nodes.Tuple) and node.ctx == "load"
+    )
+    return _filtered(node, "_bounded") if is_value else node
+
+
+def _filtered(node: Any, name: str, args: list[Any] | None = None) -> nodes.Filter:
+    return nodes.Filter(node, name, args or [], [], None, None)

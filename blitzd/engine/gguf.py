@@ -22,8 +22,8 @@ MAX_ENTRIES = 1 << 16
 """Of metadata, and of tensors; real models have tens and thousands."""
 MAX_ARRAY = 1 << 21
 """Elements of one metadata array; the largest real ones are vocabularies."""
-MAX_STRINGS = 1 << 22
-"""Strings in the whole header, so that parsing time is bounded."""
+MAX_VALUES = 1 << 22
+"""Strings and array elements in the whole header, so that time and memory are bounded."""
 MAX_STRING = 1 << 22
 MAX_KEY = 1 << 12
 MAX_DIMENSIONS = 4
@@ -92,7 +92,7 @@ class _Reader:
         self.data = data
         self.size = len(data)
         self.position = 0
-        self.strings = 0
+        self.values = 0
 
     def need(self, length: int, what: str) -> int:
         """The position of the next `length` bytes, moving past them."""
@@ -103,6 +103,11 @@ class _Reader:
             )
         self.position = start + length
         return start
+
+    def spend(self, values: int) -> None:
+        self.values += values
+        if self.values > MAX_VALUES:
+            raise GgufError(f"more than {MAX_VALUES} strings and array elements in the header")
 
     def scalar(self, code: str, what: str) -> int | float | bool:
         start = self.need(struct.calcsize(code), what)
@@ -116,9 +121,7 @@ class _Reader:
         return value
 
     def string(self, limit: int, what: str) -> str:
-        self.strings += 1
-        if self.strings > MAX_STRINGS:
-            raise GgufError(f"more than {MAX_STRINGS} strings in the header")
+        self.spend(1)
         length = self.count(limit, f"length of {what}")
         start = self.need(length, what)
         try:
@@ -128,9 +131,6 @@ class _Reader:
 
     def strings_array(self, count: int, what: str) -> list[str]:
         """`count` strings. Inlined, because a vocabulary has a hundred thousand."""
-        self.strings += count
-        if self.strings > MAX_STRINGS:
-            raise GgufError(f"more than {MAX_STRINGS} strings in the header")
         if count * 8 > self.size - self.position:
             raise GgufError(f"{what} claims {count} strings; the file is too short for them")
         data, position, size = self.data, self.position, self.size
@@ -160,6 +160,7 @@ class _Reader:
             raise GgufError(f"{what} has the unknown value type {kind}")
         element = int(self.scalar("<I", what))
         count = self.count(MAX_ARRAY, f"length of {what}")
+        self.spend(count)
         if element == _STRING:
             return self.strings_array(count, what)
         if element not in _SCALARS:

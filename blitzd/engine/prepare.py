@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -190,15 +189,14 @@ def _tensor_bytes(
     source: WeightSource, config: ModelConfig, spec: TensorSpec
 ) -> Iterator[memoryview]:
     """The tensor's bytes in order, in pieces; bytes of one piece die with the next."""
-    columns = spec.shape[-1] if len(spec.shape) > 1 else prod(spec.shape)
+    columns = spec.shape[1] if len(spec.shape) > 1 else 1
     for part in source.parts(spec.name):
-        step = max(1, CHUNK_BYTES // (4 * columns))
-        if part.half_rotated_heads:
-            step = part.rows
+        step = part.rows if part.half_rotated_heads else max(1, CHUNK_BYTES // (4 * columns))
         for start in range(0, part.rows, step):
             rows = source.read_rows(part.source, start, min(start + step, part.rows))
             if part.half_rotated_heads:
-                rows = interleave(rows, part.half_rotated_heads)
+                # A bias is a vector, which comes as one row; its elements are the rows.
+                rows = interleave(rows.reshape(-1, columns), part.half_rotated_heads)
             yield to_dtype(rows, config.dtype).reshape(-1).view(np.uint8).data
 
 

@@ -111,7 +111,7 @@ class Tokenizer:
         if token is None:
             raise ValueError(f"token id {token_id} is outside the vocabulary")
         try:
-            return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+            return bytes(BYTE_OF_CHARACTER[character] for character in token)
         except KeyError:
             return token.encode()
 
@@ -126,4 +126,4 @@ def _byte_of_character() -> dict[str, int]:
     return table
 
 
-_BYTE_OF_CHARACTER = _byte_of_character()
+BYTE_OF_CHARACTER = _byte_of_character()
