@@ -149,9 +149,10 @@ def _bound_product(operator: str, left: Any, right: Any) -> None:
     elif operator == "**":
         if not (abs(left) <= 1 << 32 and abs(right) <= 64):
             raise _Exhausted("it raises a number beyond bounds")
-    elif all(isinstance(value, int) for value in (left, right)):
-        if left.bit_length() + right.bit_length() > 4096:
-            raise _Exhausted("it makes a number beyond bounds")
+    elif isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() + right.bit_length()
+        if bits > 4096:
+            raise _Exhausted(f"it makes a number of {bits} bits")
 
 
 def _bound_method(text: str, name: str, *args: Any) -> None:
