@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from blitzd.engine.arena import Arena
 from blitzd.engine.attention import Attention
 from blitzd.engine.model_config import ModelConfig
+from blitzd.engine.projection import project
 
 
 class _Layer(NamedTuple):
@@ -72,23 +73,25 @@ class Llama:
         """[rows, vocab] in float32 (float64 for a float64 model) of rows that all layers
         have seen."""
         normed = rms_norm(hidden, (self.config.hidden,), self._norm, self.config.norm_eps)
-        logits = linear(normed, self._head)
+        logits = project(normed, self._head)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _run_layer(self, index: int, hidden: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         config, layer = self.config, self._layers[index]
         rows = hidden.shape[0]
         normed = rms_norm(hidden, (config.hidden,), layer.attn_norm, config.norm_eps)
-        qkv = linear(normed, layer.qkv, layer.qkv_bias)
+        qkv = project(normed, layer.qkv)
+        if layer.qkv_bias is not None:
+            qkv += layer.qkv_bias
         qkv = qkv.view(rows, config.heads + 2 * config.kv_heads, config.head_dim)
         rotated = _rotate(qkv[:, : -config.kv_heads], rotation)
         q, k = rotated[:, : config.heads], rotated[:, config.heads :]
         attended = self._attention.run(index, q, k, qkv[:, -config.kv_heads :])
-        hidden = hidden + linear(attended.reshape(rows, -1), layer.o)
+        hidden = hidden + project(attended.reshape(rows, -1), layer.o)
         normed = rms_norm(hidden, (config.hidden,), layer.mlp_norm, config.norm_eps)
-        gate_up = linear(normed, layer.gate_up)
+        gate_up = project(normed, layer.gate_up)
         gate, up = gate_up[:, : config.ffn], gate_up[:, config.ffn :]
-        return hidden + linear(silu(gate) * up, layer.down)
+        return hidden + project(silu(gate) * up, layer.down)
 
     def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
         needed = int(positions.max()) + 1
