@@ -68,6 +68,7 @@ def theirs_decode(model: torch.nn.Module, lengths: list[int]) -> Timed:
         for step in range(DECODE_STEPS):
             grown = torch.cat([mask, torch.ones(len(lengths), step + 1, dtype=torch.long)], 1)
             extra = {"attention_mask": grown} if padded else {}
+            extra["position_ids"] = position[:, None] + step
             out = model(
                 step_ids,
                 cache=cache,

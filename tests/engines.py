@@ -11,7 +11,8 @@ import torch
 from blitzd.engine.arena import Arena
 from blitzd.engine.attention import TorchAttention
 from blitzd.engine.batch import BatchLayout
-from blitzd.engine.kv_cache import KvCache, KvGeometry
+from blitzd.engine.kv_cache import KvCache
+from blitzd.engine.kv_geometry import KvGeometry
 from blitzd.engine.llama import Llama
 
 # Threads that spin at barriers starve each other on a shared machine.

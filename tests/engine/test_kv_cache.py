@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blitzd.engine.kv_cache import KvCache, KvGeometry
+from blitzd.engine.kv_cache import KvCache
+from blitzd.engine.kv_geometry import KvGeometry
 from tests.tiny import tiny_config
 
 
