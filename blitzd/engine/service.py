@@ -15,11 +15,12 @@ import structlog
 import blitzd
 from blitzd.engine.calls import deadline
 from blitzd.engine.errors import InvalidField, NotReady
-from blitzd.engine.handover import Exporter, Importer
+from blitzd.engine.exporter import Exporter
+from blitzd.engine.importer import Importer
 from blitzd.engine.options import ReplicaOptions
 from blitzd.engine.prepared import open_prepared
 from blitzd.engine.reports import Reports
-from blitzd.fabric import ArenaServer, Identity
+from blitzd.fabric import ArenaServer, Identity, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
 
 if TYPE_CHECKING:
@@ -51,8 +52,9 @@ class EngineService(pb.EngineBase):
         self._options = options
         self._crashed = crashed
         self._reports = Reports()
-        self._importer = Importer(verify_kv)
-        self._exporter = Exporter(identity)
+        self._ucx = UcxFabric(str(identity))
+        self._importer = Importer(self._ucx, verify_kv)
+        self._exporter = Exporter(identity, self._ucx)
         self._replica: Replica | None = None
         self._arena_server: ArenaServer | None = None
         self._progress = pb.LoadProgress()
@@ -67,6 +69,7 @@ class EngineService(pb.EngineBase):
         """Ends transfers and the step loop, removes the KV socket. Idempotent."""
         await self._unload()
         await self._importer.close()
+        await self._ucx.close()
 
     # -- who and how --------------------------------------------------------------------
 
@@ -200,25 +203,29 @@ class EngineService(pb.EngineBase):
         return pb.PrefillReply()
 
     async def export_kv(self, message: pb.ExportKvRequest) -> pb.ExportKvReply:
-        return await self._exporter.run(self._ready, message, str(self._kv_socket))
+        return await self._exporter.run(
+            self._ready, message, str(self._kv_socket), deadline(IMPORT_S)
+        )
 
     async def import_kv(self, message: pb.ImportKvRequest) -> pb.ImportKvReply:
         return await self._importer.run(self._ready, message, deadline(IMPORT_S))
 
     async def release_kv(self, message: pb.ReleaseKvRequest) -> pb.ReleaseKvReply:
-        if self._replica is None:
+        replica = self._replica
+        if replica is None:
             return pb.ReleaseKvReply()
-        self._exporter.forget(message.request_ids)
-        with self._replica.steps.exclusive() as stepper:
-            return pb.ReleaseKvReply(released=stepper.release(message.request_ids))
+        async with self._exporter.freeing(message.request_ids):
+            with replica.steps.exclusive() as stepper:
+                return pb.ReleaseKvReply(released=stepper.release(message.request_ids))
 
     async def cancel(self, message: pb.CancelRequest) -> pb.CancelReply:
-        if self._replica is None:
+        replica = self._replica
+        if replica is None:
             return pb.CancelReply()
         cancelled = await self._importer.cancel(message.request_ids)
-        self._exporter.forget(message.request_ids)
-        with self._replica.steps.exclusive() as stepper:
-            cancelled += stepper.cancel(message.request_ids)
+        async with self._exporter.freeing(message.request_ids):
+            with replica.steps.exclusive() as stepper:
+                cancelled += stepper.cancel(message.request_ids)
         return pb.CancelReply(cancelled=cancelled)
 
     async def reset(self, message: pb.ResetRequest) -> pb.ResetReply:
@@ -230,9 +237,9 @@ class EngineService(pb.EngineBase):
 
     async def _forget_everything(self, replica: "Replica") -> None:
         await self._importer.cancel()
-        self._exporter.forget()
-        with replica.steps.exclusive() as stepper:
-            stepper.reset()
+        async with self._exporter.freeing():
+            with replica.steps.exclusive() as stepper:
+                stepper.reset()
 
 
 T = TypeVar("T")

@@ -9,14 +9,21 @@ from pathlib import Path
 import pytest
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
+from grpclib.server import Server
 
+from blitzd.engine.exporter import layer_checksums
+from blitzd.engine.kv_geometry import KvGeometry
+from blitzd.engine.layout import read_model_file
+from blitzd.fabric import ArenaServer, SharedArena, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
 from tests.engine.local_replica import LocalReplica, request
 from tests.engine.test_worker import refused, run
 from tests.engine.workers import Client, Zygote, up, zygote
 from tests.tiny import make_tiny
 
-TRANSPORTS = [pb.Transport.MAP]
+TRANSPORTS = pytest.mark.parametrize(
+    "transport", [pb.Transport.MAP, pb.Transport.UCX], ids=lambda t: t.name.lower()
+)
 LENGTH = 24
 PROMPTS = {
     1: "a",
@@ -63,7 +70,7 @@ async def pair(zygotes: Zygote, model: Path, **options: object) -> tuple[Client,
     return source, target
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda t: t.name.lower())
+@TRANSPORTS
 def test_tokens_and_text_are_those_of_one_worker(
     model: Path, zygotes: Zygote, transport: pb.Transport
 ) -> None:
@@ -201,24 +208,23 @@ def test_no_room_is_said_before_anything_moves(model: Path, zygotes: Zygote) -> 
     run(test())
 
 
+@TRANSPORTS
 def test_a_source_that_hangs_ends_the_import_at_the_callers_deadline(
-    model: Path, zygotes: Zygote
+    model: Path, zygotes: Zygote, transport: pb.Transport
 ) -> None:
     async def test() -> None:
         source, target = await pair(zygotes, model)
         await held(source, 2)
         source.process.kill(signal.SIGSTOP)
         began = time.monotonic()
-        error = await refused(
-            target.import_from(source, moved(2, source), pb.Transport.MAP, timeout=0.8)
-        )
+        error = await refused(target.import_from(source, moved(2, source), transport, timeout=0.8))
         assert time.monotonic() - began < 0.8
         assert error.status is Status.DEADLINE_EXCEEDED
         assert f"p/{source.epoch}: waiting for ExportKv's answer" in error.message
         assert (await target.stub.describe(pb.DescribeRequest())).blocks_used == 0
         source.process.kill(signal.SIGCONT)
         # The same lease again, and now it works.
-        await target.import_from(source, moved(2, source), pb.Transport.MAP)
+        await target.import_from(source, moved(2, source), transport)
         assert (await target.until(2)).ended
         for client in (source, target):
             await client.close()
@@ -226,14 +232,17 @@ def test_a_source_that_hangs_ends_the_import_at_the_callers_deadline(
     run(test())
 
 
-def test_cancel_ends_an_import_and_frees_its_blocks(model: Path, zygotes: Zygote) -> None:
+@TRANSPORTS
+def test_cancel_ends_an_import_and_frees_its_blocks(
+    model: Path, zygotes: Zygote, transport: pb.Transport
+) -> None:
     async def test() -> None:
         source, target = await pair(zygotes, model)
         await held(source, 2)
         source.process.kill(signal.SIGSTOP)
-        call = asyncio.create_task(target.import_from(source, moved(2, source), pb.Transport.MAP))
+        call = asyncio.create_task(target.import_from(source, moved(2, source), transport))
         await target.until_blocks_used(1)
-        twice = await refused(target.import_from(source, moved(2, source), pb.Transport.MAP))
+        twice = await refused(target.import_from(source, moved(2, source), transport))
         assert "is being imported already" in twice.message
         reply = await target.stub.cancel(pb.CancelRequest(request_ids=[2]))
         assert reply.cancelled == 1
@@ -248,15 +257,16 @@ def test_cancel_ends_an_import_and_frees_its_blocks(model: Path, zygotes: Zygote
     run(test())
 
 
+@TRANSPORTS
 def test_a_daemon_that_hangs_up_in_the_middle_leaves_no_reservation(
-    model: Path, zygotes: Zygote
+    model: Path, zygotes: Zygote, transport: pb.Transport
 ) -> None:
     async def test() -> None:
         source, target = await pair(zygotes, model)
         await held(source, 2)
         source.process.kill(signal.SIGSTOP)
         leaving = Client("d", target.epoch, target.process)
-        call = asyncio.create_task(leaving.import_from(source, moved(2, source), pb.Transport.MAP))
+        call = asyncio.create_task(leaving.import_from(source, moved(2, source), transport))
         await target.until_blocks_used(1)
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
@@ -282,10 +292,8 @@ def test_blocks_released_under_a_mapped_copy_are_never_adopted(
             lease_id=3,
             source_epoch=source.epoch,
             transport=pb.Transport.MAP,
-            layout="another",
+            layout=await layout_of(source),
         )
-        error = await refused(source.stub.export_kv(export))
-        export.layout = error.message.split(" has ")[1].split(":")[0]
         confirm = pb.ExportKvRequest(
             request_id=2, lease_id=3, source_epoch=source.epoch, layout=export.layout
         )
@@ -300,3 +308,116 @@ def test_blocks_released_under_a_mapped_copy_are_never_adopted(
         await source.close()
 
     run(test())
+
+
+async def layout_of(source: Client) -> str:
+    """What the source's KV is called, from its own refusal of another."""
+    export = pb.ExportKvRequest(request_id=1, lease_id=1, source_epoch=source.epoch, layout="?")
+    error = await refused(source.stub.export_kv(export))
+    return error.message.split(" has ")[1].split(":")[0]
+
+
+def test_releasing_ends_a_send_that_nobody_receives(model: Path, zygotes: Zygote) -> None:
+    async def test() -> None:
+        source, target = await pair(zygotes, model)
+        await held(source, 2)
+        idle = UcxFabric("idle/1")
+        await idle.start()
+        export = pb.ExportKvRequest(
+            request_id=2,
+            lease_id=1,
+            source_epoch=source.epoch,
+            transport=pb.Transport.UCX,
+            ucx_address=idle.address,
+            ucx_tag=idle.new_tag(),
+            layout=await layout_of(source),
+        )
+        await source.stub.export_kv(export)
+        # The daemon tries another target; the first one's send does not stand in its way.
+        await target.import_from(source, moved(2, source), pb.Transport.UCX, lease_id=2)
+        assert (await target.until(2)).ended
+        error = await refused(source.stub.export_kv(export))
+        assert "lease_id: 1; request 2 is leased to 2" in error.message
+        export.lease_id = 3
+        await source.stub.export_kv(export)
+        began = time.monotonic()
+        await source.stub.release_kv(pb.ReleaseKvRequest(request_ids=[2]))
+        assert time.monotonic() - began < 1.0
+        await source.until_blocks_used(0)
+        await idle.close()
+        for client in (source, target):
+            await client.close()
+
+    run(test())
+
+
+class LyingSource(pb.EngineBase):
+    """Serves a real arena, of zeros, under an identity of its own."""
+
+    def __init__(self, directory: Path, blocks: int, arena: SharedArena) -> None:
+        self.path = directory / "liar-1.sock"
+        self.kv_path = directory / "liar-1.kv.sock"
+        self.blocks = blocks
+        self.holds = True
+        self.checksums: list[int] = []
+        self._arenas = ArenaServer(self.kv_path, arena, "liar/1")
+        self._server = Server([self])
+
+    async def __aenter__(self) -> "LyingSource":
+        await self._arenas.start()
+        await self._server.start(path=str(self.path))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        await self._arenas.close()
+
+    async def export_kv(self, message: pb.ExportKvRequest) -> pb.ExportKvReply:
+        if message.transport is pb.Transport.UNSPECIFIED and not self.holds:
+            raise GRPCError(Status.NOT_FOUND, "released meanwhile")
+        return pb.ExportKvReply(
+            tokens=21,
+            block_ids=[3],
+            map_path=str(self.kv_path),
+            blocks_total=self.blocks,
+            layer_checksums=self.checksums,
+        )
+
+
+def test_what_cannot_be_confirmed_or_is_not_what_was_sent_is_not_adopted(
+    model: Path, zygotes: Zygote, tmp_path: Path
+) -> None:
+    geometry = KvGeometry.of(read_model_file(model).config, 8)
+    arena = SharedArena(geometry.bytes)
+    zeros = layer_checksums(geometry, arena.buffer, [3])
+
+    async def test() -> None:
+        target = await up(zygotes, "d", model, verify_kv=True)
+        async with LyingSource(tmp_path, 8, arena) as source:
+            request_ = request(2, PROMPTS[2], LENGTH)
+            request_.output_tokens = [1]
+            call = pb.ImportKvRequest(
+                request=request_,
+                lease_id=1,
+                source_replica="liar",
+                source_epoch=1,
+                source_endpoint=str(source.path),
+                transport=pb.Transport.MAP,
+            )
+            source.checksums = [*zeros[:-1], zeros[-1] ^ 1]
+            error = await refused(target.stub.import_kv(call))
+            assert error.status is Status.DATA_LOSS
+            assert "layers [3] do not have the source's checksum" in error.message
+            source.checksums, source.holds = zeros, False
+            error = await refused(target.stub.import_kv(call))
+            assert (error.status, error.message) == (Status.NOT_FOUND, "liar/1: released meanwhile")
+            told = await target.stub.describe(pb.DescribeRequest())
+            assert (told.blocks_used, told.running) == (0, 0)
+            assert target.last.step == 0, "nothing was run"
+            source.holds = True
+            await target.stub.import_kv(call)
+            assert (await target.until(2)).ended
+        await target.close()
+
+    run(test())
+    arena.close()

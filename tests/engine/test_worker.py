@@ -32,9 +32,9 @@ def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
         yield one
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
+def run(test: Coroutine[Any, Any, None], timeout_s: float = 60.0) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(timeout_s):
             await test
 
     uvloop.run(bounded())

@@ -37,6 +37,12 @@ class Process:
     def alive(self) -> bool:
         return not select.select([self._pidfd], [], [], 0)[0]
 
+    @property
+    def shared_kib(self) -> int:
+        """Shared memory that it has touched, its own and others'."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(status.split("RssShmem:")[1].split()[0])
+
     async def wait(self, timeout_s: float = ANSWER_S) -> None:
         async with asyncio.timeout(timeout_s):
             while self.alive:  # noqa: ASYNC110 - a pidfd has no future

@@ -15,6 +15,7 @@ import blitzd.engine.replica  # noqa: F401
 from blitzd.engine.options import ReplicaOptions
 from blitzd.engine.worker import WorkerOptions, run
 from blitzd.fabric import Identity
+from blitzd.fabric.ucx_env import binding
 
 
 def become_worker(order: dict[str, object], log: str) -> None:
@@ -35,6 +36,7 @@ def become_worker(order: dict[str, object], log: str) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    binding()
     gc.freeze()
     for line in sys.stdin:
         order = json.loads(line)
