@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import cyclopts
 from cyclopts import Parameter
@@ -14,11 +14,17 @@ from rich.progress import Progress
 
 from blitzd.sim import kv as kv_module
 from blitzd.sim import lab as lab_module
+from blitzd.sim import placement_report as placement_module
+from blitzd.sim.candidates import Space
+from blitzd.sim.coefficients import load_coefficients
 from blitzd.sim.errors import InputError
+from blitzd.sim.goodput import Bench, Targets
 from blitzd.sim.hardware import Link, find_gpu
 from blitzd.sim.models import find_model
+from blitzd.sim.placement import Search
 from blitzd.sim.report import Table, sealed, write_tables
 from blitzd.sim.requests import dump_requests, generate_fixture, load_requests
+from blitzd.sim.workload import find_workload
 
 app = cyclopts.App(name="sim", help="Try scheduling, placement and KV transfer in virtual time.")
 
@@ -159,3 +165,90 @@ def kv(
             account = kv_module.account(shape, accelerator, size, tokens, rate, extra)
             report, tables = account.report, account.tables
         _emit(sealed(report), tables, json, csv)
+
+
+@app.command(help_epilogue=placement_module.HELP, help_format="plaintext")
+def placement(
+    *,
+    model: str,
+    gpu: str = "h100",
+    rate: PositiveFloat = 100.0,
+    ttft: PositiveFloat = 1.0,
+    tpot: PositiveFloat = 0.05,
+    attainment: Annotated[
+        float, Parameter(validator=cyclopts.validators.Number(gt=0, lte=1))
+    ] = 0.9,
+    algorithm: Literal[1, 2] = 1,
+    nodes: Positive | None = None,
+    gpus_per_node: Positive = 8,
+    coefficients: Path | None = None,
+    workload: str | None = None,
+    requests: Positive = 3000,
+    seed: int = 0,
+    plot: Path | None = None,
+    json: bool = False,
+    csv: Path | None = None,
+) -> None:
+    """What to buy: DistServe's placement search, with colocated baselines.
+
+    Parameters
+    ----------
+    model
+        A built-in model, or a Hugging Face config.json.
+    gpu
+        A built-in GPU, or a JSON file of one.
+    rate
+        Requests per second to serve.
+    ttft
+        Target for the time to first token, s.
+    tpot
+        Target for the mean time between a request's later tokens, s.
+    attainment
+        Share of requests that must meet the targets.
+    algorithm
+        1: any GPUs are well connected. 2: only those of a node are.
+    nodes
+        Nodes there are; as many as the rate takes if not given.
+    gpus_per_node
+        GPUs in a node; tensor and pipeline sizes of an instance stay inside it.
+    coefficients
+        Measured step times instead of the roofline: a DistServe profile, a splitwise-sim
+        perf_model.csv, or a profile of our own.
+    workload
+        chat, sharegpt, or a trace file whose lengths are drawn.
+    requests
+        Least number of requests in a simulation run.
+    seed
+        For lengths and arrivals.
+    plot
+        PNG of GPUs against goodput with the Pareto front.
+    json
+        Print the report as JSON.
+    csv
+        Directory for every table as CSV.
+    """
+    with _failures(), _progress("placement") as on_progress:
+        shape, accelerator = find_model(model), find_gpu(gpu)
+        load = find_workload(workload, shape.max_context)
+        measured = (
+            None
+            if coefficients is None
+            else load_coefficients(coefficients, shape.name, accelerator.name)
+        )
+        search = Search(
+            Space(shape, accelerator, load, measured),
+            Bench(load, Targets(ttft, tpot, attainment), requests, seed),
+            rate,
+            gpus_per_node,
+            nodes,
+            on_progress,
+        )
+        found = search.algorithm_1() if algorithm == 1 else search.algorithm_2()
+        described = placement_module.describe(search, found, algorithm)
+    if plot is not None:
+        from blitzd.sim.plots import scatter
+
+        scatter(
+            f"{shape.name} on {accelerator.name}", ("GPUs", "requests/s"), described.points, plot
+        )
+    _emit(sealed(described.report), described.tables, json, csv)
