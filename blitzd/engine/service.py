@@ -218,6 +218,14 @@ class EngineService(pb.EngineBase):
             with replica.steps.exclusive() as stepper:
                 return pb.ReleaseKvReply(released=stepper.release(message.request_ids))
 
+    async def resume_held(self, message: pb.ResumeHeldRequest) -> pb.ResumeHeldReply:
+        replica = self._ready
+        # No target may take up what goes on here.
+        async with self._exporter.freeing(message.request_ids):
+            with replica.steps.exclusive() as stepper:
+                stepper.resume(message.request_ids)
+        return pb.ResumeHeldReply()
+
     async def cancel(self, message: pb.CancelRequest) -> pb.CancelReply:
         replica = self._replica
         if replica is None:

@@ -137,6 +137,12 @@ class Stepper:
         """Frees those of them that are held. Returns how many were."""
         return self._end([i for i in request_ids if self._scheduler.release(i)])
 
+    def resume(self, request_ids: Collection[int]) -> None:
+        """Lets those of them that are held go on here. Raises Refused for one whose end can
+        never fit; it stays held."""
+        for request_id in request_ids:
+            self._scheduler.resume(request_id)
+
     def cancel(self, request_ids: Collection[int]) -> int:
         """Forgets them, whatever their phase. Returns how many were here."""
         return self._end([i for i in request_ids if self._scheduler.cancel(i)])

@@ -11,7 +11,8 @@ sequence is never preempted for a newer one, and every block is in exactly one o
 """
 
 from blitzd.sched.block_manager import BlockManager, NoFreeBlocks
-from blitzd.sched.scheduler import Chunk, NoRoom, Refused, Reservation, Scheduler, StepPlan
+from blitzd.sched.plan import Chunk, NoRoom, Refused, Reservation, StepPlan
+from blitzd.sched.scheduler import Scheduler
 from blitzd.sched.sequence import Finish, Phase, Sequence
 
 __all__ = [

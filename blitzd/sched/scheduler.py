@@ -11,51 +11,10 @@ waits, first in line, to be computed again (mostly from the prefix cache).
 from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
 
 from blitzd.sched.block_manager import BlockManager, NoFreeBlocks
+from blitzd.sched.plan import Chunk, NoRoom, Refused, Reservation, StepPlan
 from blitzd.sched.sequence import Finish, Phase, Sequence
-
-
-class Refused(ValueError):
-    """The request can never run here. The message names the field and what would fit."""
-
-
-class NoRoom(Exception):
-    """A reservation does not fit now."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
-    """`count` tokens of `sequence` from position `start` on."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    samples: bool
-    """It ends at the last wanted position: a new token comes of it."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepPlan:
-    chunks: tuple[Chunk, ...]
-    preempted: tuple[Sequence, ...] = ()
-
-    @property
-    def sampling(self) -> tuple[Chunk, ...]:
-        return tuple(chunk for chunk in self.chunks if chunk.samples)
-
-    @property
-    def tokens(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reservation:
-    """Blocks and a place in the batch for a sequence whose KV comes from elsewhere."""
-
-    tokens: int
-    blocks: tuple[int, ...]
 
 
 class Scheduler:
@@ -119,7 +78,7 @@ class Scheduler:
 
         Nobody is preempted for it: what runs here has gone further than what may come.
         """
-        if len(self._running) + len(self._reservations) >= self.max_batch_size:
+        if not self._has_place():
             raise NoRoom(
                 f"batch is full: {len(self._running)} running and {len(self._reservations)} "
                 f"reserved of {self.max_batch_size}"
@@ -166,6 +125,25 @@ class Scheduler:
         sequence = self._sequences.get(sequence_id)
         return sequence is not None and sequence.phase is Phase.HELD and self.cancel(sequence_id)
 
+    def resume(self, sequence_id: int) -> bool:
+        """Lets a held sequence go on here. False when there is none of that id. Raises
+        Refused, and it stays held, when its end can never fit.
+
+        With the batch full it gives its blocks up and waits, first in line; most of it comes
+        back out of the prefix cache.
+        """
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or sequence.phase is not Phase.HELD:
+            return False
+        self._check_room(self._length_limit(sequence) - 1)
+        sequence.hold = False
+        if self._has_place():
+            sequence.phase = Phase.RUNNING
+            self._running.append(sequence)
+        else:
+            self._wait_first(sequence)
+        return True
+
     def cancel(self, sequence_id: int) -> bool:
         """Ends a sequence in whatever phase it is. False when there is none of that id.
 
@@ -203,7 +181,11 @@ class Scheduler:
                 f"{self.context_tokens} leaves room for {self.context_tokens - 1}"
             )
         # The last token of a sequence is never computed: nothing comes after it.
-        longest = len(sequence.tokens) if sequence.hold else self._length_limit(sequence) - 1
+        self._check_room(
+            len(sequence.tokens) if sequence.hold else self._length_limit(sequence) - 1
+        )
+
+    def _check_room(self, longest: int) -> None:
         if self.blocks.blocks_for(longest) > self.blocks.blocks_total:
             capacity = self.blocks.blocks_total * self.blocks.block_tokens
             raise Refused(
@@ -258,17 +240,23 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Sequence) -> None:
-        self._free(victim)
-        victim.phase = Phase.WAITING
         victim.preemptions += 1
-        self._waiting.appendleft(victim)
+        self._wait_first(victim)
+
+    def _wait_first(self, sequence: Sequence) -> None:
+        self._free(sequence)
+        sequence.phase = Phase.WAITING
+        self._waiting.appendleft(sequence)
+
+    def _has_place(self) -> bool:
+        return len(self._running) + len(self._reservations) < self.max_batch_size
 
     def _admit_next(self) -> bool:
         """Moves the first waiting sequence to the running ones if it fits as a whole: half a
         prompt that waits for blocks would keep others from them."""
         if not self._waiting:
             return False
-        if len(self._running) + len(self._reservations) >= self.max_batch_size:
+        if not self._has_place():
             return False
         sequence = self._waiting[0]
         size = self.blocks.block_tokens

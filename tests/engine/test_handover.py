@@ -310,6 +310,29 @@ def test_blocks_released_under_a_mapped_copy_are_never_adopted(
     run(test())
 
 
+def test_a_held_request_can_go_on_at_its_source(model: Path, zygotes: Zygote) -> None:
+    async def test() -> None:
+        source, target = await pair(zygotes, model)
+        await target.prefill(request(6, PROMPTS[6], LENGTH))
+        expected = (await target.until(6)).tokens
+        await held(source, 6)
+        go_on = pb.ResumeHeldRequest(request_ids=[6, 99])
+        source.outputs[6].finish = pb.FinishReason.NONE
+        await source.stub.resume_held(go_on)
+        assert (await source.until(6)).tokens == expected
+        # Once it goes on here no target gets it, and asking again changes nothing.
+        await source.stub.resume_held(go_on)
+        elsewhere = moved(6, source)
+        elsewhere.output_tokens = elsewhere.output_tokens[:1]
+        error = await refused(target.import_from(source, elsewhere, pb.Transport.MAP, lease_id=9))
+        assert (error.status, "6 is not here" in error.message) == (Status.NOT_FOUND, True)
+        await source.until_blocks_used(0)
+        for client in (source, target):
+            await client.close()
+
+    run(test())
+
+
 async def layout_of(source: Client) -> str:
     """What the source's KV is called, from its own refusal of another."""
     export = pb.ExportKvRequest(request_id=1, lease_id=1, source_epoch=source.epoch, layout="?")

@@ -279,6 +279,48 @@ def test_an_id_that_is_here_is_refused() -> None:
         model.scheduler.add(request(1, 4))
 
 
+def test_a_held_request_can_go_on_where_it_is() -> None:
+    model = world(budget=64)
+    sequence = request(1, 10, max_tokens=6, hold=True)
+    model.scheduler.add(sequence)
+    model.step()
+    assert model.scheduler.resume(1)
+    assert not model.scheduler.resume(1)
+    assert model.scheduler.cancel(1) is True
+    sequence = request(2, 10, max_tokens=6, hold=True)
+    model.scheduler.add(sequence)
+    first = model.step()[0][1]
+    model.scheduler.resume(2)
+    assert [first, *run_to_end(model)[2]] == continuation(sequence.tokens[:10], 6)
+    assert model.scheduler.blocks.used == 0
+
+
+def test_a_held_request_that_goes_on_waits_first_in_line_when_the_batch_is_full() -> None:
+    model = world(budget=64, batch=1)
+    held = request(1, 10, max_tokens=4, hold=True)
+    model.scheduler.add(held)
+    model.step()
+    model.scheduler.add(request(2, 4, max_tokens=3))
+    model.step()
+    model.scheduler.add(request(3, 4, max_tokens=3))
+    model.scheduler.resume(1)
+    finished = []
+    for _ in range(20):
+        finished += [s.id for s, _, finish in model.step() if finish is Finish.LENGTH]
+    assert finished == [2, 1, 3]
+    assert held.tokens == held.tokens[:10] + continuation(held.tokens[:10], 4)
+
+
+def test_a_held_request_whose_answer_does_not_fit_stays_held() -> None:
+    model = world(blocks=4)
+    model.scheduler.add(request(1, 14, max_tokens=4, hold=True))
+    model.step()
+    with pytest.raises(Refused, match="KV of 17 tokens wanted"):
+        model.scheduler.resume(1)
+    assert model.scheduler.held == 1
+    assert model.scheduler.release(1)
+
+
 def test_a_held_prompt_needs_no_room_for_its_answer() -> None:
     model = world(blocks=4)
     model.scheduler.add(request(1, 16, max_tokens=100, hold=True))

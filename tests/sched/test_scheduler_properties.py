@@ -57,6 +57,15 @@ class Run:
             assert self.model.scheduler.release(chosen)
             del self.held[chosen]
 
+    def resume(self) -> None:
+        if self.held:
+            chosen = self.rng.choice(list(self.held))
+            try:
+                assert self.model.scheduler.resume(chosen)
+            except Refused:
+                return
+            self.live[chosen] = self.held.pop(chosen)
+
     def reserve(self) -> None:
         sequence = self.new_sequence(hold=False)
         produced = self.rng.randrange(1, sequence.max_tokens + 1)
@@ -135,9 +144,17 @@ def run(seed: int, blocks: int, budget: int, batch: int) -> Run:
         max_batch_size=min(batch, budget),
     )
     state = Run(rng, VirtualModel(scheduler))
-    operations = (state.step, state.add, state.cancel, state.release, state.reserve, state.settle)
+    operations = (
+        state.step,
+        state.add,
+        state.cancel,
+        state.release,
+        state.resume,
+        state.reserve,
+        state.settle,
+    )
     for number in range(OPERATIONS):
-        rng.choices(operations, (12, 4, 1, 2, 2, 3))[0]()
+        rng.choices(operations, (12, 4, 1, 1, 1, 2, 3))[0]()
         if number % 16 == 0:
             scheduler.audit()
     state.drain()
