@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -91,11 +91,13 @@ class MappedPeer:
         target_buffer: object,
         target_segments: Sequence[Segment],
         deadline: float,
+        on_bytes: Callable[[int], None] | None = None,
     ) -> int:
         """Copies the peer's segments onto the target's; returns the bytes moved.
 
-        Runs on a thread of the fabric. When it raises, or is cancelled, nothing is written
-        any more. Raises SegmentError before anything moved; PeerLost; TransferTimeout.
+        Runs on a thread of the fabric, where `on_bytes` is told how many of the first bytes
+        are there. When it raises, or is cancelled, nothing is written any more. Raises
+        SegmentError before anything moved; PeerLost; TransferTimeout.
         """
         target = as_bytes(target_buffer, writable=True, name="target_buffer")
         sources = checked(source_segments, self.size, "source_segments")
@@ -107,8 +109,9 @@ class MappedPeer:
                 f"source_segments have {moved} bytes, target_segments {total(targets)}"
             )
         stop = threading.Event()
+        plan = pairs(sources, targets, CHUNK_BYTES)
         work = asyncio.get_running_loop().run_in_executor(
-            _copiers, self._copy, sources, target, targets, deadline, stop
+            _copiers, self._copy, plan, target, deadline, stop, on_bytes
         )
         try:
             await asyncio.shield(work)
@@ -123,26 +126,30 @@ class MappedPeer:
 
     def _copy(
         self,
-        sources: list[Segment],
+        plan: Iterable[tuple[int, int, int]],
         target: Bytes,
-        targets: list[Segment],
         deadline: float,
         stop: threading.Event,
+        on_bytes: Callable[[int], None] | None,
     ) -> None:
         source = self.bytes
-        unchecked = 0
+        done = checked_at = 0
         self._check(deadline)
-        for source_offset, target_offset, length in pairs(sources, targets, CHUNK_BYTES):
-            if unchecked + length > CHUNK_BYTES:
-                unchecked = 0
+        for source_offset, target_offset, length in plan:
+            if done + length - checked_at > CHUNK_BYTES:
+                checked_at = done
                 if stop.is_set():
                     return
                 self._check(deadline)
+                if on_bytes is not None:
+                    on_bytes(done)
             target[target_offset : target_offset + length] = source[
                 source_offset : source_offset + length
             ]
-            unchecked += length
+            done += length
         self._check(deadline)
+        if on_bytes is not None:
+            on_bytes(done)
 
     def _check(self, deadline: float) -> None:
         if not self.alive:

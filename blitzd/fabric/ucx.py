@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from blitzd.fabric.errors import FabricError
 from blitzd.fabric.identity import Identity
-from blitzd.fabric.segments import Bytes, Segment, as_bytes, checked, refuse_overlap
+from blitzd.fabric.segments import Bytes, Segment, as_bytes, checked, refuse_overlap, total
 from blitzd.fabric.ucx_thread import UcxThread
 from blitzd.fabric.ucx_transfer import Job
 from blitzd.fabric.ucx_wire import Address, data_tag, draw_tag
@@ -117,26 +117,15 @@ class UcxFabric:
         data_tag(tag)
         await self.start()
         assert self._thread is not None
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-
-        def finish(error: FabricError | None) -> None:
-            # A loop that was closed meanwhile has nobody waiting.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_settle, done, error)
-
-        job = Job(tag, view, segments, deadline, finish, on_bytes)
-        start(self._thread, address, job)
+        error = await _run(self._thread, start, address, (tag, view, segments, deadline), on_bytes)
+        if error is None:
+            return total(segments)
         try:
-            await asyncio.shield(done)
-        except asyncio.CancelledError:
-            self._thread.give_up(address, tag)
-            while not done.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([done])
-            done.exception()
-            raise
-        return job.total
+            raise error
+        finally:
+            # Its traceback holds this frame, which would hold it, and the caller's buffer,
+            # until the next cycle collection.
+            del error
 
     async def close(self) -> None:
         """Ends every transfer with PeerLost, here and at the peers, and the thread."""
@@ -146,10 +135,29 @@ class UcxFabric:
         await asyncio.to_thread(thread.stop)
 
 
-def _settle(done: "asyncio.Future[None]", error: FabricError | None) -> None:
-    if done.done():
-        return
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)
+async def _run(
+    thread: UcxThread,
+    start: Callable[[UcxThread, Address, Job], None],
+    address: Address,
+    what: tuple[int, Bytes, list[Segment], float],
+    on_bytes: Callable[[int], None] | None,
+) -> FabricError | None:
+    """Returns when the thread is done with the buffer, also when cancelled."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[FabricError | None] = loop.create_future()
+
+    def finish(error: FabricError | None) -> None:
+        # A loop that was closed meanwhile has nobody waiting.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(done.set_result, error)
+
+    job = Job(*what, finish, on_bytes)
+    start(thread, address, job)
+    try:
+        return await asyncio.shield(done)
+    except asyncio.CancelledError:
+        thread.give_up(address, job.tag)
+        while not done.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([done])
+        raise

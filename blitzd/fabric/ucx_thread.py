@@ -108,9 +108,8 @@ class UcxThread:
             while not self._stopping:
                 before = worker.now
                 worker.now = now = time.monotonic()
-                if now - before > STALL_S / 2 and next_tick > 0.0:
-                    for peer in self._peers.values():
-                        peer.excuse(now)
+                if now - before > STALL_S / 2:
+                    self._excuse(now)
                 moved = self._turn(worker)
                 busy = worker.retired or any(peer.busy for peer in self._peers.values())
                 if busy and now >= next_tick:
@@ -143,6 +142,10 @@ class UcxThread:
                 moved = True
         return moved
 
+    def _excuse(self, now: float) -> None:
+        for peer in self._peers.values():
+            peer.excuse(now)
+
     def _tick(self, worker: UcxWorker) -> None:
         worker.progress_all()
         for peer in list(self._peers.values()):
@@ -166,7 +169,10 @@ class UcxThread:
             else:
                 peer.start_sending(job)
         except FabricError as error:
-            job.finish(error)
+            # Without its traceback: that holds objects of UCX, and they are to be released
+            # on this thread.
+            error.__cause__ = None
+            job.finish(error.with_traceback(None))
 
     def _peer(self, worker: UcxWorker, address: Address) -> UcxPeer:
         """The line to `address`, made now if need be. A newer life retires the older."""
