@@ -20,6 +20,7 @@ from blitzd.sim.coefficients import load_coefficients
 from blitzd.sim.errors import InputError
 from blitzd.sim.goodput import Bench, Targets
 from blitzd.sim.hardware import Link, find_gpu
+from blitzd.sim.kvlab import KvOptions
 from blitzd.sim.models import find_model
 from blitzd.sim.placement import Search
 from blitzd.sim.report import Table, sealed, write_tables
@@ -72,6 +73,11 @@ def batching(
     max_num_seqs: Positive = 32,
     target_ttft_ms: Positive = 200,
     seed: int = 0,
+    kv_blocks: Positive | None = None,
+    preemption: Literal["recompute", "swap"] = "recompute",
+    swap_gb_s: PositiveFloat = 25.0,
+    kv_bytes_per_token: Positive = 131072,
+    shared_prefix: Annotated[int, Parameter(validator=cyclopts.validators.Number(gte=0))] = 0,
     plot: Path | None = None,
     json: bool = False,
     csv: Path | None = None,
@@ -93,6 +99,16 @@ def batching(
         What the p99 TTFT of tune.txt must not exceed.
     seed
         For arrivals, and for the requests when none are given.
+    kv_blocks
+        Also run the list on so many KV blocks of 16 tokens.
+    preemption
+        What a sequence that lost its KV costs: computing it again, or moving it out and in.
+    swap_gb_s
+        Rate of the way to host memory, each direction.
+    kv_bytes_per_token
+        KV of one token, for swapping; 131072 is llama-3.1-8b.
+    shared_prefix
+        Also run the list with so many tokens in common before every prompt.
     plot
         PNG of slots in use over time.
     json
@@ -100,7 +116,12 @@ def batching(
     csv
         Directory for every table as CSV.
     """
-    options = lab_module.LabOptions(batch_size, max_num_seqs, target_ttft_ms, seed)
+    bounded = kv_blocks and KvOptions(
+        kv_blocks, max_num_seqs, preemption, swap_gb_s, kv_bytes_per_token
+    )
+    options = lab_module.LabOptions(
+        batch_size, max_num_seqs, target_ttft_ms, seed, bounded or None, shared_prefix
+    )
     with _failures():
         if requests is None:
             request_list = generate_fixture(seed)

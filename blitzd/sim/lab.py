@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 
-from blitzd.sim import batching
+from blitzd.sim import batching, kvlab
 from blitzd.sim.arrivals import poisson_arrivals
+from blitzd.sim.kvlab import KvOptions, run_kv_limited, run_shared_prefix
 from blitzd.sim.report import Table, sealed
 from blitzd.sim.requests import Request
 from blitzd.sim.stats import percentile
@@ -28,7 +29,7 @@ slot_util: tokens made / (slots x steps); idle places of a short last batch coun
 p99: nearest rank, an observed value. No mean is used as a verdict.
 queue.csv: Poisson arrivals, the list replayed to {QUEUE_ARRIVALS} requests, the same pattern
   at each rate; avg_queue is a mean over time. tune: every concurrency from 1 is run.
-"""
+{kvlab.HELP}"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,13 @@ class LabOptions:
     max_num_seqs: int = 32
     target_ttft_ms: int = 200
     seed: int = 0
+    kv: KvOptions | None = None
+    shared_prefix: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """Every result of the lab; `files` are the six documents, by name."""
+    """Every result of the lab; `files` are the six documents, and those of options, by name."""
 
     static: batching.StepCount
     continuous: batching.StepCount
@@ -66,7 +69,7 @@ def run_lab(
         round(static.throughput_tps, 3),
         round(continuous.throughput_tps, 3),
     )
-    values: dict[str, dict[str, int | float]] = {
+    values: dict[str, dict[str, int | float | str]] = {
         "static": {
             "total_steps": static.total_steps,
             "throughput_tps": static_tps,
@@ -85,6 +88,12 @@ def run_lab(
             "throughput_at_target": round(tune.throughput_tps, 3),
         },
     }
+    if options.kv is not None:
+        values["kv"] = run_kv_limited(requests, options.kv)
+    if options.shared_prefix:
+        values["prefix"] = run_shared_prefix(
+            requests, options.shared_prefix, options.max_num_seqs, options.seed
+        )
     files = {f"{name}.txt": _key_values(pairs) for name, pairs in values.items()}
     files["queue.csv"] = queue.as_csv()
     scan = Table(
@@ -110,7 +119,7 @@ def run_lab(
     return Lab(static, continuous, files, sealed(report), tables)
 
 
-def cost_split(requests: Sequence[Request]) -> dict[str, int | float]:
+def cost_split(requests: Sequence[Request]) -> dict[str, int | float | str]:
     """Total prefill and decode time of the list, each request by itself, and decode's share."""
     prefill = sum(r.prompt_tokens for r in requests) * batching.PREFILL_NS_PER_TOKEN
     decode = sum(r.output_tokens for r in requests) * batching.DECODE_STEP_NS
@@ -132,7 +141,7 @@ def _queue_table(requests: Sequence[Request], options: LabOptions) -> Table:
     return Table("Queue", ("rps", "avg_queue", "p99_wait_ms"), rows)
 
 
-def _key_values(pairs: dict[str, int | float]) -> str:
+def _key_values(pairs: dict[str, int | float | str]) -> str:
     return " ".join(f"{key}={value}" for key, value in pairs.items()) + "\n"
 
 
