@@ -55,9 +55,13 @@ class VirtualDisk:
         for operation in self._pending[: random.randint(0, len(self._pending))]:
             _apply(self._durable_names, operation)
         self._names = dict(self._durable_names)
-        for file in set(map(id, self._names.values())):
-            self._cut(next(f for f in self._names.values() if id(f) == file), random)
+        for file in self._names.values():
+            self._cut(file, random)
         self._pending.clear()
+        self.forget_process()
+
+    def forget_process(self) -> None:
+        """As after a kill: descriptors and locks are gone, what was written stays."""
         self._open.clear()
         self._locks.clear()
 

@@ -336,7 +336,9 @@ class LogWriter:
         self._segment_mono_ns = -1
 
     def _probe(self) -> bool:
-        """Cuts what a failed append left, and sees whether there is room."""
+        """Cuts what a failed append left, and sees whether there is room.
+
+        Cuts first: some file systems need room to write over what is there."""
         try:
             self._disk.truncate(self._fd, self._size)
             write_all(self._disk, self._fd, bytes(PROBE_BYTES), self._size)

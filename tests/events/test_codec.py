@@ -128,6 +128,17 @@ def test_what_may_be_skipped_comes_as_unknown() -> None:
     assert decoded[0].payload == UnknownPayload(64_999, 7, Kind.EVENT, False, raw)
 
 
+@pytest.mark.parametrize("seq", [1, 3])
+def test_a_sequence_out_of_order_is_a_fault_though_its_checksum_is_right(seq: int) -> None:
+    first, crc = raw_frame(Moved.type_id, 1, ["r", 1])
+    second, _ = raw_frame(Moved.type_id, 1, ["r", 2], seq=seq, crc=crc)
+    decoded, taken = FrameDecoder().decode(first + second, 0, START)
+    assert [r.seq for r in decoded] == [1]
+    assert taken.fault is not None
+    assert taken.fault.reason == f"sequence is {seq}, expected 2"
+    assert scan(first + second, 0, START) == taken
+
+
 def test_a_payload_that_does_not_fit_its_type_is_a_fault() -> None:
     frame, _ = raw_frame(Moved.type_id, 1, ["r", "not a number"])
     decoded, taken = FrameDecoder().decode(frame, 0, START)

@@ -5,13 +5,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from log_samples import UnsyncedDisk, fill, frames, raw_frame, read, record, records, segments
+from log_samples import (
+    Sampled,
+    UnsyncedDisk,
+    fill,
+    frames,
+    raw_frame,
+    read,
+    record,
+    records,
+    segments,
+)
 
 from blitzd.events import (
     LogCorrupt,
     LogError,
     LogReader,
     LogWriter,
+    Record,
     Snapshot,
     UnknownRecord,
     write_snapshot,
@@ -125,6 +136,22 @@ def test_the_same_hole_in_records_that_were_synced_is_corruption(tmp_path: Path)
     data[3 * 512 : 4 * 512] = bytes(512)
     segment.write_bytes(data)
     with pytest.raises(LogCorrupt, match=r"record \d+ proves that it was on disk"):
+        LogWriter.open(tmp_path)
+
+
+@pytest.mark.parametrize("shift", range(0, 32, 4))
+def test_zeros_in_a_payload_are_not_a_sector_that_was_never_written(
+    tmp_path: Path, shift: int
+) -> None:
+    zeros_everywhere = Sampled(1, "s" * shift + ("\0" * 16 + "x" * 16) * 60)
+    writer = LogWriter.open(tmp_path)
+    writer.append([Record(1, 0, 0, 0, zeros_everywhere)])
+    writer.close()
+    (segment,) = segments(tmp_path)
+    data = bytearray(segment.read_bytes())
+    data[-20] ^= 1
+    segment.write_bytes(data)
+    with pytest.raises(LogCorrupt, match="none of its sectors is zeros"):
         LogWriter.open(tmp_path)
 
 

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from log_samples import read, record, records
 
-from blitzd.events import LogError, LogUnavailable, LogWriter, OsDisk
+from blitzd.events import (
+    LogError,
+    LogUnavailable,
+    LogWriter,
+    OsDisk,
+    Snapshot,
+    latest_snapshot,
+    write_snapshot,
+)
 from blitzd.events.virtual_disk import VirtualDisk
 
 DIRECTORY = Path("/log")
@@ -220,6 +228,50 @@ def test_power_cuts_lose_nothing_that_was_acknowledged() -> None:
             survivors = read(DIRECTORY, disk=disk)
             assert survivors == records(1, len(survivors)), f"seed={seed}"
             assert len(survivors) >= durable, f"seed={seed}"
+
+
+def test_what_a_killed_writer_left_is_put_on_disk_by_the_next() -> None:
+    for seed in range(20):
+        disk = VirtualDisk()
+        killed = LogWriter.open(DIRECTORY, disk=disk)
+        killed.append(records(1, 40))
+        disk.forget_process()
+        writer = LogWriter.open(DIRECTORY, disk=disk)
+        assert writer.durable_seq == 40, "it vouches for them from now on"
+        disk.power_cut(Random(seed))
+        assert read(DIRECTORY, disk=disk) == records(1, 40)
+
+
+def test_what_is_appended_while_a_segment_ends_is_on_disk_before_the_next_begins() -> None:
+    class Busy(VirtualDisk):
+        writer: LogWriter | None = None
+
+        def fdatasync(self, fd: int) -> None:
+            super().fdatasync(fd)
+            writer, self.writer = self.writer, None
+            if writer is not None:
+                writer.append(records(writer.last_seq + 1, 20))
+
+    for seed in range(20):
+        disk = Busy()
+        writer = LogWriter.open(DIRECTORY, disk=disk, segment_bytes=500)
+        writer.append(records(1, 10))
+        disk.writer = writer
+        assert writer.sync() == 30
+        disk.power_cut(Random(seed))
+        assert read(DIRECTORY, disk=disk) == records(1, 30)
+        LogWriter.open(DIRECTORY, disk=disk).close()
+
+
+def test_a_snapshot_that_was_written_survives_a_power_cut() -> None:
+    for seed in range(20):
+        disk = VirtualDisk()
+        older, newer = (Snapshot(seq, "hash", bytes([seq]) * 3000) for seq in (3, 9))
+        write_snapshot(DIRECTORY, older, disk)
+        write_snapshot(DIRECTORY, newer, disk)
+        disk.power_cut(Random(seed))
+        assert latest_snapshot(DIRECTORY, disk=disk) == newer
+        assert latest_snapshot(DIRECTORY, at_most=8, disk=disk) == older
 
 
 def test_two_virtual_writers() -> None:

@@ -67,6 +67,19 @@ def test_retention_keeps_two_snapshots_and_what_they_need(tmp_path: Path) -> Non
     assert apply_retention(tmp_path) == []
 
 
+@pytest.mark.parametrize(("oldest", "first_kept"), [(29, 21), (30, 31), (31, 31)])
+def test_retention_keeps_the_record_after_the_snapshot(
+    tmp_path: Path, oldest: int, first_kept: int
+) -> None:
+    for _ in range(5):
+        fill(tmp_path, [10])
+    for seq in (oldest, 45):
+        write_snapshot(tmp_path, snapshot(seq))
+    apply_retention(tmp_path)
+    assert read(tmp_path)[0].seq == first_kept
+    LogWriter.open(tmp_path).close()
+
+
 def test_retention_counts_only_valid_snapshots(tmp_path: Path) -> None:
     for _ in range(3):
         fill(tmp_path, [10])

@@ -16,6 +16,7 @@ from blitzd.events import (
     LogReader,
     LogUnavailable,
     LogWriter,
+    OsDisk,
     RecordRefused,
 )
 
@@ -115,6 +116,31 @@ def test_following_a_live_log_over_rotation_and_restart(tmp_path: Path) -> None:
             LogWriter.open(tmp_path, Identity("a longer version")).close()
             assert cursor.read() == []
     assert seen == records(1, 108)
+
+
+def test_a_segment_that_ends_between_two_looks_of_a_reader(tmp_path: Path) -> None:
+    """The reader finds nothing more, then sees that a segment follows: it must look again."""
+
+    class Racing(OsDisk):
+        writer: LogWriter | None = None
+
+        def names(self, directory: Path) -> list[str]:
+            writer, self.writer = self.writer, None
+            if writer is not None:
+                writer.append(records(writer.last_seq + 1, 9))
+                writer.sync()
+                writer.append(records(writer.last_seq + 1, 1))
+            return super().names(directory)
+
+    disk = Racing()
+    writer = LogWriter.open(tmp_path, segment_bytes=500)
+    writer.append(records(1, 3))
+    with LogReader(tmp_path, disk=disk).cursor() as cursor:
+        assert cursor.read() == records(1, 3)
+        disk.writer = writer
+        assert cursor.read() == records(4, 9)
+        assert cursor.read() == records(13, 1)
+    writer.close()
 
 
 def test_a_reader_may_start_ahead_of_the_log(tmp_path: Path) -> None:
