@@ -8,6 +8,7 @@ import errno
 import fcntl
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class SharedArena:
 
     def __init__(self, size: int, *, name: str = "blitzd-arena", prefault: bool = False) -> None:
         """`prefault` takes the memory now (about 1.5 GB/s), so that first writes are fast
-        and a machine without the memory says so here and not by SIGBUS later.
+        and a machine without the memory says so here, not by ending a process later.
 
         Raises ValueError for a size below 1, MemoryError when the memory is not there.
         """
@@ -36,9 +37,9 @@ class SharedArena:
         self.size = size
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self.fd, size)
             if prefault:
                 _reserve(self.fd, size)
+            os.ftruncate(self.fd, size)
             self._mapping = mmap.mmap(self.fd, size, mmap.MAP_SHARED)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
         except BaseException:
@@ -62,9 +63,22 @@ class SharedArena:
 
 
 def _reserve(fd: int, size: int) -> None:
+    """Takes `size` bytes now. Asked of the kernel alone, a size that does not fit would be
+    granted page by page until it ends some process for want of memory."""
+    available = _available_bytes()
+    if size > available:
+        raise MemoryError(f"arena of {size} bytes; accepted: at most {available}, what is free")
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.ENOMEM):
             raise MemoryError(f"arena of {size} bytes: {error.strerror}") from error
         raise
+
+
+def _available_bytes() -> int:
+    """What new memory can be had without swapping: `MemAvailable`."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable; accepted: Linux 3.14 or newer")

@@ -17,7 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from blitzd.fabric.errors import IdentityMismatch, PeerLost, SegmentError, TransferTimeout
+from blitzd.fabric.errors import (
+    FabricError,
+    IdentityMismatch,
+    PeerLost,
+    SegmentError,
+    TransferTimeout,
+)
 from blitzd.fabric.identity import Identity
 from blitzd.fabric.segments import (
     Bytes,
@@ -33,7 +39,17 @@ CHUNK_BYTES = 4 << 20
 """Between two looks at the peer and the deadline: well under 10 ms of copying."""
 COPY_THREADS = 2
 
-_copiers = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="arena-copy")
+_copiers: ThreadPoolExecutor
+
+
+def _start_copiers() -> None:
+    global _copiers
+    _copiers = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="arena-copy")
+
+
+_start_copiers()
+# A fork takes the pool along, but not its threads: work given to it would never run.
+os.register_at_fork(after_in_child=_start_copiers)
 
 
 class MappedPeer:
@@ -108,21 +124,38 @@ class MappedPeer:
             raise SegmentError(
                 f"source_segments have {moved} bytes, target_segments {total(targets)}"
             )
+        error = await self._on_thread(sources, target, targets, deadline, on_bytes)
+        if error is None:
+            return moved
+        try:
+            raise error
+        finally:
+            # Its traceback holds this frame, which would hold it, and both buffers, until
+            # the next cycle collection.
+            del error
+
+    async def _on_thread(
+        self,
+        sources: list[Segment],
+        target: Bytes,
+        targets: list[Segment],
+        deadline: float,
+        on_bytes: Callable[[int], None] | None,
+    ) -> FabricError | None:
+        """Returns when the thread is done with the target, also when cancelled."""
         stop = threading.Event()
         plan = pairs(sources, targets, CHUNK_BYTES)
         work = asyncio.get_running_loop().run_in_executor(
             _copiers, self._copy, plan, target, deadline, stop, on_bytes
         )
         try:
-            await asyncio.shield(work)
+            return await asyncio.shield(work)
         except asyncio.CancelledError:
             stop.set()
             while not work.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([work])
-            work.exception()
             raise
-        return moved
 
     def _copy(
         self,
@@ -131,31 +164,32 @@ class MappedPeer:
         deadline: float,
         stop: threading.Event,
         on_bytes: Callable[[int], None] | None,
-    ) -> None:
+    ) -> FabricError | None:
         source = self.bytes
         done = checked_at = 0
-        self._check(deadline)
         for source_offset, target_offset, length in plan:
-            if done + length - checked_at > CHUNK_BYTES:
+            if done == 0 or done + length - checked_at > CHUNK_BYTES:
                 checked_at = done
-                if stop.is_set():
-                    return
-                self._check(deadline)
-                if on_bytes is not None:
+                error = self._trouble(deadline)
+                if stop.is_set() or error is not None:
+                    return error
+                if on_bytes is not None and done > 0:
                     on_bytes(done)
             target[target_offset : target_offset + length] = source[
                 source_offset : source_offset + length
             ]
             done += length
-        self._check(deadline)
-        if on_bytes is not None:
+        error = self._trouble(deadline)
+        if on_bytes is not None and error is None:
             on_bytes(done)
+        return error
 
-    def _check(self, deadline: float) -> None:
+    def _trouble(self, deadline: float) -> FabricError | None:
         if not self.alive:
-            raise PeerLost(f"{self.identity} ended while its arena was being copied")
+            return PeerLost(f"{self.identity} ended while its arena was being copied")
         if time.monotonic() >= deadline:
-            raise TransferTimeout(f"copy from {self.identity}: not done by the deadline")
+            return TransferTimeout(f"copy from {self.identity}: not done by the deadline")
+        return None
 
     def close(self) -> None:
         """Hangs up. The mapping goes with its last view. Idempotent."""

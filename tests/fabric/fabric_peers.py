@@ -17,7 +17,7 @@ import numpy as np
 import uvloop
 import xxhash
 
-from blitzd.fabric import ArenaServer, FabricError, MappedPeers, SharedArena, UcxFabric
+from blitzd.fabric import ArenaServer, MappedPeers, SharedArena, UcxFabric
 from blitzd.fabric.ucx_env import binding
 
 binding()
@@ -169,7 +169,7 @@ class _Servant:
         start = time.monotonic()
         try:
             result = await getattr(self, op)(**arguments)
-        except (FabricError, ValueError, asyncio.CancelledError) as error:
+        except (Exception, asyncio.CancelledError) as error:
             result = {
                 "error": type(error).__name__,
                 "text": str(error),
