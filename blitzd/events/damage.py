@@ -112,13 +112,12 @@ def later_frames(tail: bytes, start: int) -> Iterator[Later]:
     """Intact frames behind the one at `start`, which itself may be the broken one whose
     stored checksum proves the next."""
     size = len(tail) - len(tail) % 8
-    guards = [
+    words = _WORDS.iter_unpack(memoryview(tail)[start:size])
+    guards = (
         position
-        for position, (length, guard) in zip(
-            range(start, size, 8), _WORDS.iter_unpack(tail[start:size]), strict=True
-        )
+        for position, (length, guard) in zip(range(start, size, 8), words, strict=True)
         if length ^ guard == MAGIC and length <= MAX_PAYLOAD_BYTES
-    ]
+    )
     for position in guards:
         before = _frame_at(tail, position)
         if before is None:
