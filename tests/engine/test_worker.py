@@ -160,6 +160,36 @@ def test_a_model_that_cannot_be_loaded_is_refused_with_the_reason(
     run(test())
 
 
+def test_a_load_whose_caller_leaves_is_undone_and_can_be_made_again(
+    model: Path, zygotes: Zygote
+) -> None:
+    async def test() -> None:
+        client = await Client.connect("l", 1, zygotes.start("l"))
+        leaving = Client("l", 1, client.process)
+        call = pb.LoadModelRequest(model_path=str(model), blocks_total=16)
+        async for progress in leaving.stub.load_model(call):
+            assert progress.digest == ""
+            break
+        leaving.channel.close()
+        async with asyncio.timeout(10):
+            while True:
+                told = await client.stub.describe(pb.DescribeRequest())
+                if told.layers_total == 0 or told.model_digest:
+                    break
+                await asyncio.sleep(0.01)
+        if told.model_digest:
+            # It was done before the caller's leaving was noticed.
+            await client.stub.reset(pb.ResetRequest(unload_weights=True))
+        await client.load_model(model, 24)
+        await client.watch()
+        await client.prefill(request(1, "hello", 2))
+        assert len((await client.until(1)).tokens) == 2
+        assert client.last.blocks_total == 24
+        await client.close()
+
+    run(test())
+
+
 def test_calls_that_need_a_model_say_so(zygotes: Zygote) -> None:
     async def test() -> None:
         client = await Client.connect("c", 1, zygotes.start("c"))
