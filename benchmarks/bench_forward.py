@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from transformers import DynamicCache, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -52,7 +53,7 @@ def ours_decode(engine: Engine, lengths: list[int]) -> Timed:
     return run
 
 
-def theirs_decode(model: torch.nn.Module, lengths: list[int]) -> Timed:
+def theirs_decode(model: LlamaForCausalLM, lengths: list[int]) -> Timed:
     """The same with left padding, which is what transformers does with unequal lengths."""
     longest = max(lengths)
     mask = torch.tensor([[0] * (longest - n) + [1] * n for n in lengths])
@@ -61,8 +62,10 @@ def theirs_decode(model: torch.nn.Module, lengths: list[int]) -> Timed:
 
     @torch.inference_mode()
     def run() -> float:
-        ids = torch.ones(len(lengths), longest, dtype=torch.long)
-        cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+        cache = DynamicCache(config=model.config)
+        shape = (len(lengths), model.config.num_key_value_heads, longest, model.config.head_dim)
+        for layer in range(model.config.num_hidden_layers):
+            cache.update(torch.zeros(shape), torch.zeros(shape), layer)
         start = CLOCK()
         step_ids = torch.ones(len(lengths), 1, dtype=torch.long)
         for step in range(DECODE_STEPS):
@@ -73,7 +76,6 @@ def theirs_decode(model: torch.nn.Module, lengths: list[int]) -> Timed:
                 step_ids,
                 cache=cache,
                 use_cache=True,
-                position_ids=position[:, None] + step,
                 **extra,
             )
             cache = out.past_key_values
@@ -96,7 +98,7 @@ def ours_prefill(engine: Engine, tokens: int) -> Timed:
     return run
 
 
-def theirs_prefill(model: torch.nn.Module, tokens: int) -> Timed:
+def theirs_prefill(model: LlamaForCausalLM, tokens: int) -> Timed:
     ids = torch.arange(100, 100 + tokens)[None]
 
     @torch.inference_mode()
@@ -113,6 +115,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--weights", choices=("copy", "map"), default="copy")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     options = parser.parse_args()
     if options.clock == "cpu":
@@ -120,7 +123,7 @@ def main() -> None:
         CLOCK = time.thread_time
     torch.set_num_threads(options.threads)
     directory = prepare(pull(DEFAULT_MODEL), "float32", prepared_dir())
-    engine = Engine(directory, blocks=256, block_tokens=BLOCK)
+    engine = Engine(directory, blocks=256, block_tokens=BLOCK, copy=options.weights == "copy")
     model = reference_model(engine.arena)
     spread = [16, 50, 84, 118, 153, 187, 221, 256]
     ragged = [16, 32, 64, 100, 200, 400, 800, 1500]
@@ -138,7 +141,7 @@ def main() -> None:
         tokens = len(lengths) * DECODE_STEPS
         cases.append((name, tokens, ours_decode(engine, lengths), theirs_decode(model, lengths)))
     print(
-        f"{options.threads} threads, {options.clock} time, {options.rounds} rounds in turns, "
+        f"{options.threads} threads, {options.clock} time, weights={options.weights}, {options.rounds} rounds in turns, "
         "tokens/s (best, median)"
     )
     for name, tokens, ours, theirs in cases:

@@ -39,8 +39,10 @@ class Sequence:
 class Engine:
     """Over one prepared directory. `splits` cuts every step into layer ranges."""
 
-    def __init__(self, directory: Path, blocks: int = 64, block_tokens: int = 16) -> None:
-        self.arena = Arena.open(directory)
+    def __init__(
+        self, directory: Path, blocks: int = 64, block_tokens: int = 16, *, copy: bool = False
+    ) -> None:
+        self.arena = Arena.copy(directory) if copy else Arena.open(directory)
         config = self.arena.config
         geometry = KvGeometry.of(config, blocks, block_tokens)
         self.cache = KvCache(geometry, bytearray(geometry.bytes))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Protocol
 
 import torch
@@ -27,14 +28,19 @@ class Attention(Protocol):
     ) -> torch.Tensor: ...
 
 
+_PIECE_TOKENS = 16
+
+
 @dataclass(frozen=True, slots=True)
 class _Span:
     """Where the keys of one request, or of several of about one length, are read."""
 
     first: int
     """First block of a run of neighbours, read in place; -1 when gathered."""
-    blocks: torch.Tensor | None
-    """[requests * blocks each] ids to gather."""
+    pieces: torch.Tensor | None
+    """[requests * pieces each] numbers of stretches of `piece` tokens to gather."""
+    piece: int
+    """A part of a block, so that a block's empty end is not moved."""
     tokens: int
     """Length that the keys are cut to."""
 
@@ -209,23 +215,29 @@ class TorchAttention:
         return _Decode(None, span, plan.requests, mask)
 
     def _span(self, tables: list[Sequence[int]], tokens: int) -> _Span:
-        count = -(-tokens // self.cache.geometry.block_tokens)
+        size = self.cache.geometry.block_tokens
+        count = -(-tokens // size)
         if len(tables) == 1:
             first = tables[0][0]
             if all(tables[0][i] == first + i for i in range(count)):
-                return _Span(first, None, tokens)
+                return _Span(first, None, size, tokens)
+        piece = gcd(size, _PIECE_TOKENS)
         # A short table is filled up with its first block: masked, and sure to exist.
-        ids = [table[i] if i < len(table) else table[0] for table in tables for i in range(count)]
-        return _Span(-1, torch.tensor(ids), tokens)
+        blocks = torch.tensor(
+            [table[i] if i < len(table) else table[0] for table in tables for i in range(count)]
+        )
+        pieces = blocks.view(len(tables), count, 1) * (size // piece) + torch.arange(size // piece)
+        needed = pieces.flatten(1)[:, : -(-tokens // piece)]
+        return _Span(-1, needed.flatten(), piece, tokens)
 
 
 def _read(plane: torch.Tensor, span: _Span, requests: int) -> torch.Tensor:
     """[requests, tokens, kv_heads, head_dim] out of [blocks, block_tokens, ...]."""
-    if span.blocks is None:
+    if span.pieces is None:
         count = -(-span.tokens // plane.shape[1])
         found = plane[span.first : span.first + count]
     else:
-        found = plane.flatten(1).index_select(0, span.blocks)
+        found = plane.view(-1, span.piece * plane[0, 0].numel()).index_select(0, span.pieces)
     return found.view(requests, -1, *plane.shape[2:])[:, : span.tokens]
 
 
