@@ -10,13 +10,12 @@ import contextlib
 import mmap
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from blitzd.fabric.copying import CHUNK_BYTES, LANES, ChunkedCopy, threads
 from blitzd.fabric.errors import (
     FabricError,
     IdentityMismatch,
@@ -34,22 +33,6 @@ from blitzd.fabric.segments import (
     refuse_overlap,
     total,
 )
-
-CHUNK_BYTES = 4 << 20
-"""Between two looks at the peer and the deadline: well under 10 ms of copying."""
-COPY_THREADS = 2
-
-_copiers: ThreadPoolExecutor
-
-
-def _start_copiers() -> None:
-    global _copiers
-    _copiers = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="arena-copy")
-
-
-_start_copiers()
-# A fork takes the pool along, but not its threads: work given to it would never run.
-os.register_at_fork(after_in_child=_start_copiers)
 
 
 class MappedPeer:
@@ -111,7 +94,7 @@ class MappedPeer:
     ) -> int:
         """Copies the peer's segments onto the target's; returns the bytes moved.
 
-        Runs on a thread of the fabric, where `on_bytes` is told how many of the first bytes
+        Runs on threads of the fabric, where `on_bytes` is told how many of the first bytes
         are there. When it raises, or is cancelled, nothing is written any more. Raises
         SegmentError before anything moved; PeerLost; TransferTimeout.
         """
@@ -124,7 +107,17 @@ class MappedPeer:
             raise SegmentError(
                 f"source_segments have {moved} bytes, target_segments {total(targets)}"
             )
-        error = await self._on_thread(sources, target, targets, deadline, on_bytes)
+        error = await self._run(
+            ChunkedCopy(
+                self.bytes,
+                target,
+                pairs(sources, targets, CHUNK_BYTES),
+                lambda: self._trouble(deadline),
+                on_bytes,
+            ),
+            lanes=LANES if moved > CHUNK_BYTES else 1,
+        )
+        error = error or self._trouble(deadline)
         if error is None:
             return moved
         try:
@@ -134,55 +127,21 @@ class MappedPeer:
             # the next cycle collection.
             del error
 
-    async def _on_thread(
-        self,
-        sources: list[Segment],
-        target: Bytes,
-        targets: list[Segment],
-        deadline: float,
-        on_bytes: Callable[[int], None] | None,
-    ) -> FabricError | None:
-        """Returns when the thread is done with the target, also when cancelled."""
-        stop = threading.Event()
-        plan = pairs(sources, targets, CHUNK_BYTES)
-        work = asyncio.get_running_loop().run_in_executor(
-            _copiers, self._copy, plan, target, deadline, stop, on_bytes
-        )
+    async def _run(self, copy: ChunkedCopy, lanes: int) -> FabricError | None:
+        """Returns when no thread touches the target any more, also when cancelled."""
+        loop = asyncio.get_running_loop()
+        works = [loop.run_in_executor(threads(), copy.run) for _ in range(lanes)]
         try:
-            return await asyncio.shield(work)
+            await asyncio.wait(works)
         except asyncio.CancelledError:
-            stop.set()
-            while not work.done():
+            copy.stop()
+            while not all(work.done() for work in works):
                 with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([work])
+                    await asyncio.wait(works)
             raise
-
-    def _copy(
-        self,
-        plan: Iterable[tuple[int, int, int]],
-        target: Bytes,
-        deadline: float,
-        stop: threading.Event,
-        on_bytes: Callable[[int], None] | None,
-    ) -> FabricError | None:
-        source = self.bytes
-        done = checked_at = 0
-        for source_offset, target_offset, length in plan:
-            if done == 0 or done + length - checked_at > CHUNK_BYTES:
-                checked_at = done
-                error = self._trouble(deadline)
-                if stop.is_set() or error is not None:
-                    return error
-                if on_bytes is not None and done > 0:
-                    on_bytes(done)
-            target[target_offset : target_offset + length] = source[
-                source_offset : source_offset + length
-            ]
-            done += length
-        error = self._trouble(deadline)
-        if on_bytes is not None and error is None:
-            on_bytes(done)
-        return error
+        for work in works:
+            work.result()
+        return copy.error
 
     def _trouble(self, deadline: float) -> FabricError | None:
         if not self.alive:

@@ -10,7 +10,6 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from fabric_peers import PeerProcess, content, moved_digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,10 +54,9 @@ async def served(tmp_path, size=3 * MIB, identity="r0/3"):
 
 
 def test_torch_sees_the_arena_and_writes_show_through():
-    arena = SharedArena(4096, prefault=True)
-    tensor = torch.frombuffer(arena.buffer, dtype=torch.float32)
-    tensor[3] = 1.5
-    assert arena.bytes[12:16].view(np.float32)[0] == 1.5
+    peer = PeerProcess("r0/1")  # torch stays out of this process, which forks a lot
+    assert peer.call("torch_view") == 1.5
+    peer.end()
 
 
 def test_who_gets_the_descriptor_may_only_read():
@@ -275,7 +273,7 @@ def test_the_owner_is_killed_a_hundred_times_in_mid_copy(tmp_path):
                 source=pieces(round_),
                 size=SIZE,
                 target=whole,
-                kill_at=(victim.pid, random.Random(round_).randrange(1, SIZE - 8 * MIB)),
+                kill_at=(victim.pid, random.Random(round_).randrange(1, SIZE // 2)),
             )
             assert victim.gone() == -signal.SIGKILL
             assert outcome.get("error") == "PeerLost", outcome
@@ -308,7 +306,7 @@ def test_the_copier_is_killed_a_hundred_times_in_mid_copy(tmp_path):
     try:
         for round_ in range(ROUNDS):
             copier = PeerProcess(f"copier/{round_}")
-            at = random.Random(round_).randrange(1, SIZE - 8 * MIB)
+            at = random.Random(round_).randrange(1, SIZE // 2)
             copier.post("copy", size=SIZE, die_at=at, **arguments)
             assert copier.gone() == -signal.SIGKILL
             if round_ in (WARM - 1, ROUNDS - 1):

@@ -1,0 +1,163 @@
+"""What handing KV over costs on this machine: `python benchmarks/bench_handover.py`.
+
+Map: copies out of a peer's mapped arena, beside a plain memory copy of the same bytes on the
+same kind of thread, turn about in one run; the ratio is the figure to keep. UCX: two
+processes over loopback TCP, which moves every byte through the kernel twice on shared cores:
+a floor, not a link. Pieces are 96 KiB, about one KV block of one layer, in shuffled order.
+"""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import uvloop
+
+from blitzd.fabric import ArenaServer, MappedPeer, Segment, SharedArena, UcxFabric
+
+MIB = 1 << 20
+SIZES = (64 * MIB, 256 * MIB)
+PIECE = 96 << 10
+ROUNDS = 9
+PINGS = 300
+IDLE_S = 3.0
+DEADLINE_S = 60.0
+
+
+def shuffled(size: int) -> list[Segment]:
+    starts = np.random.default_rng(1).permutation(np.arange(0, size, PIECE))
+    return [(int(start), min(PIECE, size - int(start))) for start in starts]
+
+
+def shapes(size: int) -> dict[str, list[Segment]]:
+    return {"whole": [(0, size)], "pieces": shuffled(size)}
+
+
+def soon() -> float:
+    return time.monotonic() + DEADLINE_S
+
+
+async def owner(pipe: Connection, socket: str) -> None:
+    """The peer: serves an arena, then sends it over UCX as it is told."""
+    arena = SharedArena(max(SIZES), prefault=True)
+    arena.bytes[:] = np.random.default_rng(0).integers(0, 255, arena.size, dtype=np.uint8)
+    server, fabric = ArenaServer(socket, arena, "owner/1"), UcxFabric("owner/1")
+    await server.start()
+    await fabric.start()
+    pipe.send(fabric.address)
+    target = pipe.recv()
+    while (order := await asyncio.to_thread(pipe.recv)) is not None:
+        what, tag, segments = order
+        if what == "send":
+            await fabric.send(target, tag, arena.buffer, segments, soon())
+        elif what == "pong":
+            small = np.zeros(8, dtype=np.uint8)
+            for step in range(PINGS):
+                await fabric.receive(target, tag + 2 * step, small, [(0, 8)], soon())
+                await fabric.send(target, tag + 2 * step + 1, small, [(0, 8)], soon())
+        else:
+            await asyncio.sleep(IDLE_S)
+            pipe.send(time.process_time())
+    await fabric.close()
+    await server.close()
+
+
+def run_owner(pipe: Connection, socket: str) -> None:
+    uvloop.run(owner(pipe, socket))
+
+
+async def measure_map(socket: str) -> dict[str, float]:
+    peer = await MappedPeer.connect(socket, "owner/1", soon())
+    target, plain = (np.zeros(max(SIZES), dtype=np.uint8) for _ in range(2))
+    figures: dict[str, float] = {}
+    for size in SIZES:
+        for shape, segments in shapes(size).items():
+            ours, theirs = [], []
+            for _ in range(ROUNDS):
+                start = time.perf_counter()
+                await peer.copy(segments, target, [(0, size)], soon())
+                middle = time.perf_counter()
+                await asyncio.to_thread(np.copyto, plain[:size], target[:size])
+                ours.append(middle - start)
+                theirs.append(time.perf_counter() - middle)
+            name = f"map {size // MIB} MiB {shape}"
+            figures[f"{name} GB/s"] = size / statistics.median(ours) / 1e9
+            figures[f"{name} / memcpy"] = statistics.median(theirs) / statistics.median(ours)
+    peer.close()
+    return figures
+
+
+async def measure_ucx(pipe: Connection, fabric: UcxFabric, source: bytes) -> dict[str, float]:
+    target = np.zeros(max(SIZES), dtype=np.uint8)
+    figures: dict[str, float] = {}
+    for size in SIZES:
+        for shape, segments in shapes(size).items():
+            took = []
+            for _ in range(ROUNDS):
+                tag = fabric.new_tag()
+                start = time.perf_counter()
+                pipe.send(("send", tag, segments))
+                await fabric.receive(source, tag, target, [(0, size)], soon())
+                took.append(time.perf_counter() - start)
+            figures[f"ucx {size // MIB} MiB {shape} GB/s"] = size / statistics.median(took) / 1e9
+    small, trips = np.zeros(8, dtype=np.uint8), []
+    tag = fabric.new_tag() >> 16
+    pipe.send(("pong", tag, []))
+    for step in range(PINGS):
+        start = time.perf_counter()
+        await fabric.send(source, tag + 2 * step, small, [(0, 8)], soon())
+        await fabric.receive(source, tag + 2 * step + 1, small, [(0, 8)], soon())
+        trips.append(time.perf_counter() - start)
+    figures["ucx 8 bytes there and back us"] = statistics.median(trips) * 1e6
+    return figures
+
+
+async def measure_idle(pipe: Connection) -> dict[str, float]:
+    """With an open connection and nothing to do."""
+    before = time.process_time()
+    pipe.send(("idle", 0, []))
+    await asyncio.sleep(IDLE_S)
+    figures = {"idle % of a core": (time.process_time() - before) / IDLE_S * 100}
+    await asyncio.to_thread(pipe.recv)
+    return figures
+
+
+async def measure(pipe: Connection, socket: str) -> dict[str, float]:
+    fabric = UcxFabric("target/1")
+    await fabric.start()
+    source = pipe.recv()
+    pipe.send(fabric.address)
+    figures = await measure_map(socket)
+    figures |= await measure_ucx(pipe, fabric, source)
+    figures |= await measure_idle(pipe)
+    pipe.send(None)
+    await fabric.close()
+    return figures
+
+
+def main() -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        socket = str(Path(folder) / "arena.sock")
+        process = context.Process(target=run_owner, args=(theirs, socket), daemon=True)
+        process.start()
+        figures = uvloop.run(measure(ours, socket))
+        process.join(DEADLINE_S)
+    if "--json" in sys.argv[1:]:
+        print(json.dumps(figures))
+        return
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, median of {ROUNDS}")
+    for name, value in figures.items():
+        print(f"{name:34} {value:9.2f}")
+
+
+if __name__ == "__main__":
+    main()
