@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from blitzd.engine.arena import Arena
 
@@ -17,7 +17,7 @@ def half_rotated(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return rows.reshape(heads, -1, 2, *shape[1:]).transpose(1, 2).reshape(shape)
 
 
-def _double_norm(norm: LlamaRMSNorm) -> Callable[[torch.Tensor], torch.Tensor]:
+def _double_norm(norm: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """transformers' norm rounds to float32 on the way, whatever the model's type."""
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
@@ -25,6 +25,13 @@ def _double_norm(norm: LlamaRMSNorm) -> Callable[[torch.Tensor], torch.Tensor]:
         return norm.weight * hidden * scale
 
     return forward
+
+
+def use_double_norms(model: Any) -> Any:
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = _double_norm(module)
+    return model
 
 
 def reference_model(arena: Arena) -> LlamaForCausalLM:
@@ -64,8 +71,4 @@ def reference_model(arena: Arena) -> LlamaForCausalLM:
     state["model.norm.weight"] = arena.tensor("norm")
     state["lm_head.weight"] = arena.tensor("embed" if config.tied_head else "head")
     model.load_state_dict(state)
-    if arena.dtype == torch.float64:
-        for module in model.modules():
-            if isinstance(module, LlamaRMSNorm):
-                module.forward = _double_norm(module)
-    return model
+    return use_double_norms(model) if arena.dtype == torch.float64 else model

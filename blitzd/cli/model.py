@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from blitzd.engine import catalogue
-from blitzd.engine.layout import read_model_file
+from blitzd.engine.layout import layout_of, read_model_file
+from blitzd.engine.prepare import open_source
 from blitzd.engine.source_gguf import GgufSource
 
 app = cyclopts.App(name="model", help="Fetch, list and look into models.")
@@ -83,7 +84,7 @@ def inspect(model: str, *, json: bool = False) -> int:
     Parameters
     ----------
     model
-        A name of the catalogue, a GGUF file, or a prepared directory.
+        A name of the catalogue, a GGUF file, a directory of safetensors, or a prepared one.
     json
         Print one JSON object.
     """
@@ -109,6 +110,9 @@ def describe(path: Path) -> dict[str, Any]:
         config = file.config
         found["arena_bytes"] = file.layout.length
         parameters = sum(prod(spec.shape) for spec in file.layout.tensors)
+    elif path.is_dir():
+        config = open_source(path).config("float32")
+        parameters = sum(prod(spec.shape) for spec in layout_of(config).tensors)
     else:
         source = GgufSource(path)
         config = source.config("float32")

@@ -84,13 +84,21 @@ def prepare(source: Path, dtype: Dtype, cache_dir: Path) -> Path:
 
 
 def open_source(path: Path) -> WeightSource:
+    """A GGUF file, or a directory with config.json and safetensors."""
+    # Here, because the sources are written against this module's contract.
     from blitzd.engine.source_gguf import GgufSource
+    from blitzd.engine.source_hf import HfSource
 
-    if path.is_file():
-        return GgufSource(path)
     if not path.exists():
         raise FileNotFoundError(f"no model at {path}")
-    raise ValueError(f"{path} is neither a GGUF file nor a prepared model directory")
+    if path.is_file():
+        return GgufSource(path)
+    if (path / "config.json").exists():
+        return HfSource(path)
+    raise ValueError(
+        f"{path} is no model: a GGUF file, a directory with config.json and safetensors, "
+        "or a prepared directory is needed"
+    )
 
 
 def build(source: WeightSource, dtype: Dtype, target: Path) -> None:
