@@ -8,48 +8,83 @@ a resume.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import msgspec
 import torch
+
+from blitzd.engine.logits import RowContext, SamplingParams, adjust, restrict
+
+__all__ = ["RowContext", "SamplingParams", "TokenLogprobs", "logprobs", "sample"]
 
 _MASK32 = 0xFFFFFFFF
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    temperature: float = 0.0
-    """0 is greedy."""
-    seed: int = 0
-    """64 bits."""
-
-
 @torch.inference_mode()
 def sample(
-    logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    contexts: Sequence[RowContext] | None = None,
 ) -> list[int]:
     """One token for each row of [rows, vocab]; `positions` are the places in their requests
-    that the new tokens take."""
+    that the new tokens take.
+
+    `contexts` are needed where a row has penalties or a mask. In this order: mask, bias
+    and penalties; temperature; top-k, top-p, min-p, typical-p; the draw.
+    """
     if not len(params) == len(positions) == logits.shape[0]:
         raise ValueError(
             f"{logits.shape[0]} rows, {len(params)} parameters and {len(positions)} positions"
         )
+    if contexts is not None and len(contexts) != len(params):
+        raise ValueError(f"{len(params)} rows and {len(contexts)} contexts")
+    for row, param in enumerate(params):
+        context = contexts[row] if contexts is not None else None
+        if param.adjusts or (context is not None and context.allowed is not None):
+            logits = logits.index_copy(
+                0, torch.tensor([row]), adjust(logits[row], param, context).unsqueeze(0)
+            )
     tokens: list[int] = logits.argmax(-1).tolist()
-    drawn = [row for row, param in enumerate(params) if param.temperature > 0]
+    drawn = [row for row, param in enumerate(params) if param.draws]
     if drawn:
         scale = torch.tensor([[params[row].temperature] for row in drawn], dtype=torch.float64)
-        chosen = _draw(
-            logits[drawn].double() / scale,
-            [uniform(params[row].seed, positions[row]) for row in drawn],
-        )
+        scaled = logits[drawn].double() / scale
+        for index, row in enumerate(drawn):
+            if params[row].restricts:
+                scaled[index] = restrict(scaled[index], params[row])
+        chosen = _draw(scaled, [uniform(params[row].seed, positions[row]) for row in drawn])
         for row, token in zip(drawn, chosen, strict=True):
             tokens[row] = token
     return tokens
+
+
+class TokenLogprobs(NamedTuple):
+    logprob: float
+    """Of the token that was chosen (or given), natural logarithm."""
+    top: list[tuple[int, float]]
+    """The most likely tokens, best first."""
+
+
+@torch.inference_mode()
+def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """Under the model's own distribution, before any adjustment: of `tokens`, one for each
+    row of [rows, vocab], and of the `top` best. Serves chosen and prompt tokens alike."""
+    found = torch.log_softmax(logits.float(), -1)
+    own = found.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1).tolist()
+    values, ids = (part.tolist() for part in found.topk(top))
+    return [
+        TokenLogprobs(own[row], list(zip(ids[row], values[row], strict=True)))
+        for row in range(len(own))
+    ]
 
 
 def _draw(logits: torch.Tensor, uniforms: list[float]) -> list[int]:
     """Inverts the cumulative distribution of each row at its uniform number."""
     mass = torch.softmax(logits, -1).cumsum(-1)
     wanted = torch.tensor(uniforms, dtype=torch.float64).unsqueeze(1) * mass[:, -1:]
-    index = torch.searchsorted(mass, wanted, right=True).clamp_(max=logits.shape[-1] - 1)
+    # Rounding may carry a draw past the last token that has any mass.
+    last = (mass < mass[:, -1:]).sum(-1, keepdim=True)
+    index = torch.minimum(torch.searchsorted(mass, wanted, right=True), last)
     tokens: list[int] = index.squeeze(1).tolist()
     return tokens
 

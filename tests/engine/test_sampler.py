@@ -30,8 +30,8 @@ def test_uniform_is_uniform_and_spreads_over_seeds_and_positions() -> None:
 
 def test_greedy_is_argmax() -> None:
     logits = torch.randn(5, 100, generator=torch.Generator().manual_seed(1))
-    params = [SamplingParams()] * 5
-    assert sample(logits, params, [0] * 5) == logits.argmax(-1).tolist()
+    for params in (SamplingParams(), SamplingParams(temperature=1e-300)):
+        assert sample(logits, [params] * 5, [0] * 5) == logits.argmax(-1).tolist()
 
 
 def test_temperature_follows_the_distribution() -> None:
