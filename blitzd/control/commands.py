@@ -83,6 +83,10 @@ class ShutDown:
     """Everything accepted has ended: end the workers and the daemon."""
 
 
+BEGINS = (SpawnWorker, LoadModel, StartPrefill, DecodeLocally, ImportKv)
+"""Commands that begin something. The others only end or free, which is right whatever the
+log says, so they never wait for it."""
+
 Command = (
     SpawnWorker
     | EndWorker

@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import structlog
 
-from blitzd.control.commands import Command, ShutDown
+from blitzd.control.commands import BEGINS, Command, ShutDown
 from blitzd.control.core import Core
 from blitzd.events import types as ev
 from blitzd.events.record import Durability, Payload, Record
@@ -54,7 +54,9 @@ class Driver:
         self._clock = clock
         self._draw_seed = draw_seed
         self._next_request_id = first_request_id
-        self._backlog: list[Record] = []
+        self._backlog: list[list[Record]] = []
+        """Turns that the log has not taken yet, in order."""
+        self._stopped = False
         self._held: list[Command] = []
         self._unsynced = anyio.Event()
         self._inbox_in, self._inbox = anyio.create_memory_object_stream[Payload](INBOX_BOUND)
@@ -70,6 +72,10 @@ class Driver:
                 if await self._turn(payload):
                     break
             tasks.cancel_scope.cancel()
+        self._stopped = True
+        for live in list(self.live.values()):
+            # Nobody reads the inbox any more, so these would wait for ever.
+            live.abandon("draining", "the server has shut down")
         await self._sync()
 
     # Inputs.
@@ -80,6 +86,8 @@ class Driver:
 
     async def generate(self, request: GenerateRequest) -> LiveRequest:
         """Returns once the request is in the log as accepted. Raises RequestRefused."""
+        if self._stopped:
+            raise RequestRefused("the server has shut down", status=503, code="draining")
         if self.read_only:
             raise RequestRefused(
                 f"the event log takes no records: {self.read_only}", status=503, code="read_only"
@@ -151,33 +159,36 @@ class Driver:
             log.error("decision refused by the fold", input=repr(payload), error=str(step.fault))
         if step.records:
             self._append(step.records)
+        commands = step.commands
         if any(r.payload.durability is Durability.ACK for r in step.records):
             await self._sync()
             if self.read_only:
-                # Nothing acts on a decision that is not on disk.
-                self._held.extend(step.commands)
-                step = step._replace(commands=[])
-        stop = False
-        for command in step.commands:
-            stop |= isinstance(command, ShutDown)
+                # Nothing begins on a decision that is not on disk.
+                self._held += [c for c in commands if isinstance(c, BEGINS)]
+                commands = [c for c in commands if not isinstance(c, BEGINS)]
+        for command in commands:
             self._perform(command)
         for record in step.records:
             self._tell(record.payload)
         if step.records:
             self.turned.set()
             self.turned = anyio.Event()
-        return stop
+        return any(isinstance(command, ShutDown) for command in commands)
 
     def _append(self, records: list[Record]) -> None:
-        self._backlog.extend(records)
+        self._backlog.append(records)
+        self._flush()
+
+    def _flush(self) -> None:
         try:
-            self._journal.append(self._backlog)
+            while self._backlog:
+                self._journal.append(self._backlog[0])
+                del self._backlog[0]
         except JournalUnavailable as error:
             if not self.read_only:
                 log.error("the event log takes no records; serving on", reason=str(error))
             self.read_only = str(error)
             return
-        self._backlog.clear()
         self._unsynced.set()
         if self.read_only:
             log.info("the event log takes records again")
@@ -203,7 +214,7 @@ class Driver:
         while True:
             await anyio.sleep(TICK_S)
             if self._backlog:
-                self._append([])
+                self._flush()
             await self.post(ev.Ticked())
 
     def _perform(self, command: Command) -> None:

@@ -65,6 +65,13 @@ class LiveRequest:
         self._news.set()
         self._decided.set()
 
+    def abandon(self, code: str, reason: str) -> None:
+        """Nobody will decide about it, or end it, any more."""
+        if self._decided.is_set():
+            self.fail(code, reason)
+        else:
+            self.refuse(code, reason)
+
     def _tell(self, delta: Delta) -> None:
         self._deltas.append(delta)
         self._news.set()

@@ -1,0 +1,166 @@
+"""The driver when its log takes no records: serve on, begin nothing, say so, and still stop."""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import anyio
+import pytest
+from trio.testing import MockClock
+
+from blitzd.control import commands as cmd
+from blitzd.control.core import CORE_VERSION, Core
+from blitzd.control.policy import Policy
+from blitzd.events import types as ev
+from blitzd.events.record import Record
+from blitzd.fsm import ClusterState
+from blitzd.node.driver import Driver
+from blitzd.node.face import GenerateRequest, RequestRefused
+from blitzd.node.live import LiveRequest
+from blitzd.node.observe import new_observations
+from tests.chaos.world import VirtualClock, VirtualDisk
+
+
+class Recorder:
+    """Carries nothing out and remembers what it was told, and when in the log's life."""
+
+    def __init__(self, disk: VirtualDisk) -> None:
+        self.done: list[tuple[cmd.Command, int]] = []
+        self._disk = disk
+
+    def perform(self, command: cmd.Command, live: LiveRequest | None) -> None:
+        self.done.append((command, len(self._disk.records)))
+
+    def kinds(self) -> list[type]:
+        return [type(command) for command, _ in self.done]
+
+
+class World:
+    def __init__(self, disk: VirtualDisk | None = None) -> None:
+        self.disk = disk or VirtualDisk()
+        self.workers = Recorder(self.disk)
+        self.core = Core(ClusterState())
+        clock, observations = VirtualClock(), new_observations()
+        self.driver = Driver(self.core, self.disk, clock, observations, lambda: 7, 1)
+
+    async def boot(self) -> None:
+        replicas = (("r0", "prefill"), ("r1", "decode"))
+        policy = Policy().pairs()
+        await self.driver.post(ev.Booted(1, "t", "local", replicas, policy, CORE_VERSION))
+        await anyio.sleep(0.1)
+
+    async def serve(self) -> None:
+        for replica in ("r0", "r1"):
+            await self.driver.post(ev.WorkerStarted(replica, 1, 1))
+            await self.driver.post(ev.WorkerDescribed(replica, 1, 1))
+            await self.driver.post(ev.LoadEnded(replica, 1, "d", "map", 2, 2, 64, 64))
+        await anyio.sleep(0.1)
+
+
+def run(scenario: Callable[[World], Awaitable[None]]) -> World:
+    async def main() -> World:
+        world = World()
+        with anyio.fail_after(100):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(world.driver.run, world.workers)
+                await scenario(world)
+                tasks.cancel_scope.cancel()
+        return world
+
+    clock = MockClock(autojump_threshold=0)
+    return anyio.run(main, backend="trio", backend_options={"clock": clock})
+
+
+REQUEST = GenerateRequest(prompt_tokens=(1, 2, 3), max_tokens=4)
+
+
+def test_every_command_comes_after_the_records_that_decided_it() -> None:
+    async def scenario(world: World) -> None:
+        await world.boot()
+        await world.serve()
+
+    world = run(scenario)
+    spawned = [at for c, at in world.workers.done if isinstance(c, cmd.SpawnWorker)]
+    appended = [
+        i + 1
+        for i, record in enumerate(world.disk.records)
+        if isinstance(record.payload, ev.WorkerSpawning)
+    ]
+    assert len(spawned) == len(appended) == 2
+    assert all(done >= logged for done, logged in zip(spawned, appended, strict=True))
+
+
+def test_nothing_begins_while_the_disk_is_full_and_all_of_it_afterwards() -> None:
+    async def scenario(world: World) -> None:
+        await world.boot()
+        await world.serve()
+        world.disk.full = True
+        await world.driver.post(ev.WorkerExited("r1", 1, "killed"))
+        await anyio.sleep(1)
+        assert world.workers.kinds().count(cmd.SpawnWorker) == 2
+        with pytest.raises(RequestRefused) as refused:
+            await world.driver.generate(REQUEST)
+        assert refused.value.status == 503
+        assert "no space left" in str(refused.value)
+        world.disk.full = False
+        await anyio.sleep(1)
+        assert world.workers.kinds().count(cmd.SpawnWorker) == 3
+        assert not world.driver.read_only
+        await world.driver.generate(REQUEST)
+
+    world = run(scenario)
+    assert [r.seq for r in world.disk.records] == list(range(1, len(world.disk.records) + 1))
+
+
+def test_a_node_whose_log_is_gone_for_good_still_stops() -> None:
+    async def scenario(world: World) -> None:
+        await world.boot()
+        await world.serve()
+        world.disk.full = True
+        await world.driver.post(ev.StopRequested("SIGTERM", 2**62))
+        await anyio.sleep(1)
+        assert cmd.ShutDown in world.workers.kinds()
+        assert world.workers.kinds().count(cmd.EndWorker) == 2
+        with pytest.raises(RequestRefused) as refused:
+            await world.driver.generate(REQUEST)
+        assert refused.value.code == "draining"
+
+    run(scenario)
+
+
+def test_a_request_that_nobody_will_decide_any_more_is_refused() -> None:
+    async def scenario(world: World) -> None:
+        await world.boot()
+        await world.driver.post(ev.StopRequested("SIGTERM", 2**62))
+        with pytest.raises(RequestRefused) as refused:
+            await world.driver.generate(REQUEST)
+        assert refused.value.status == 503
+
+    run(scenario)
+
+
+def test_a_backlog_is_written_turn_by_turn() -> None:
+    """A log bounds what it takes at once; the longest outage must not make one append of it."""
+    sizes: list[int] = []
+
+    class Counting(VirtualDisk):
+        def append(self, records: Sequence[Record]) -> None:
+            super().append(records)
+            sizes.append(len(records))
+
+    async def main() -> None:
+        counting = Counting()
+        world = World(counting)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(world.driver.run, world.workers)
+            await world.boot()
+            counting.full = True
+            for _ in range(200):
+                await world.driver.post(ev.ScaleRequested(9, 9))
+            await anyio.sleep(1)
+            counting.full = False
+            await anyio.sleep(1)
+            tasks.cancel_scope.cancel()
+
+    clock = MockClock(autojump_threshold=0)
+    anyio.run(main, backend="trio", backend_options={"clock": clock})
+    assert sum(sizes) > 400
+    assert max(sizes) < 20
