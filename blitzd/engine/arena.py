@@ -13,9 +13,8 @@ from math import prod
 from pathlib import Path
 
 import torch
-import xxhash
 
-from blitzd.engine.layout import Layout, read_model_file
+from blitzd.engine.layout import Layout, damaged_sections, read_model_file
 from blitzd.engine.model_config import ModelConfig
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap
@@ -78,14 +77,7 @@ class Arena:
 
     def verify(self) -> list[str]:
         """Names of the sections whose bytes do not have the recorded digest."""
-        return [
-            section.name
-            for section in self.layout.sections
-            if xxhash.xxh3_128(
-                self.buffer[section.offset : section.offset + section.length]
-            ).hexdigest()
-            != section.digest
-        ]
+        return damaged_sections(self.layout, self.buffer)
 
 
 def _read_all(handle: BufferedReader, view: memoryview) -> None:

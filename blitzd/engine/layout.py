@@ -146,6 +146,16 @@ def check_layout(file: ModelFile) -> None:
         raise ValueError("the layout in model.json does not follow from its config")
 
 
+def damaged_sections(layout: Layout, arena: memoryview) -> list[str]:
+    """Names of the sections whose bytes do not have the recorded digest."""
+    return [
+        section.name
+        for section in layout.sections
+        if xxhash.xxh3_128(arena[section.offset : section.offset + section.length]).hexdigest()
+        != section.digest
+    ]
+
+
 def read_model_file(directory: Path) -> ModelFile:
     """`directory`/model.json, checked."""
     path = directory / "model.json"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import mmap
 import os
 import shutil
 import tempfile
@@ -25,7 +26,15 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from blitzd.engine.layout import FORMAT, Layout, TensorSpec, layout_of, read_model_file, seal
+from blitzd.engine.layout import (
+    FORMAT,
+    Layout,
+    TensorSpec,
+    damaged_sections,
+    layout_of,
+    read_model_file,
+    seal,
+)
 from blitzd.engine.model_config import DTYPE_BYTES, Dtype, ModelConfig, check_config
 
 CHUNK_BYTES = 2 << 20
@@ -114,6 +123,7 @@ def build(source: WeightSource, dtype: Dtype, target: Path) -> None:
         (work / "model.json").write_bytes(
             msgspec.json.format(msgspec.json.encode(seal(config, layout, digests)))
         )
+        _checked_mark(work).touch()
         work.chmod(0o755)
         if target.exists():
             shutil.rmtree(target)
@@ -132,11 +142,29 @@ def _fingerprint(source: Path) -> str:
 
 
 def _usable(directory: Path) -> bool:
+    """Complete, and either written since the machine started or checked once since then:
+    the arena is not synced when it is written, so a crash of the machine may have left
+    its size and not its bytes."""
     try:
-        file = read_model_file(directory)
-        return (directory / "arena.bin").stat().st_size == file.layout.length
+        layout = read_model_file(directory).layout
+        path = directory / "arena.bin"
+        if path.stat().st_size != layout.length:
+            return False
+        if _checked_mark(directory).exists():
+            return True
+        with path.open("rb") as handle:
+            mapping = mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
+        if damaged_sections(layout, memoryview(mapping)):
+            return False
+        _checked_mark(directory).touch()
     except (OSError, ValueError):
         return False
+    return True
+
+
+def _checked_mark(directory: Path) -> Path:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return directory / f".checked-{boot}"
 
 
 @contextmanager

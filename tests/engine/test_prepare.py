@@ -146,6 +146,22 @@ def test_a_broken_result_is_made_again(tmp_path: Path) -> None:
     assert Arena.open(prepare(path, "float32", tmp_path / "c")).verify() == []
 
 
+def test_what_a_crash_of_the_machine_left_is_checked_once(tmp_path: Path) -> None:
+    path = tiny_gguf(tmp_path / "m.gguf")
+    first = prepare(path, "float32", tmp_path / "c")
+    (mark,) = first.glob(".checked-*")
+    mark.rename(first / ".checked-before-the-crash")
+    inode = (first / "arena.bin").stat().st_ino
+    assert prepare(path, "float32", tmp_path / "c") == first
+    assert mark.exists()
+    assert (first / "arena.bin").stat().st_ino == inode
+    mark.unlink()
+    with (first / "arena.bin").open("r+b") as handle:
+        handle.write(bytes(4096))
+    assert Arena.open(prepare(path, "float32", tmp_path / "c")).verify() == []
+    assert (first / "arena.bin").stat().st_ino != inode
+
+
 def _prepare(arguments: tuple[Path, Path]) -> tuple[Path, int]:
     source, cache = arguments
     directory = prepare(source, "float32", cache)
