@@ -1,5 +1,8 @@
 """What happens when processes die: workers, the daemon, all at once."""
 
+import contextlib
+import http.client
+import json
 import os
 import re
 import signal
@@ -7,8 +10,9 @@ import subprocess
 import threading
 import time
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -138,3 +142,40 @@ def test_from_the_second_start_on_it_is_ready_within_six_seconds(fresh: Daemon) 
     took = time.monotonic() - started
     print(f"ready after {took:.1f} s")
     assert took < 6.0
+
+
+@pytest.mark.parametrize(
+    "kills", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+def test_no_event_that_was_shown_is_lost_when_the_daemon_is_killed_under_load(
+    fresh: Daemon, kills: int
+) -> None:
+    random = Random(kills)
+    seen: dict[int, str] = {}
+    for _ in range(kills):
+        fresh.start().ready()
+        clients = [
+            threading.Thread(target=ignore_errors, args=(fresh.complete,), kwargs=LONG)
+            for _ in range(3)
+        ]
+        for client in clients:
+            client.start()
+        time.sleep(random.uniform(0.1, 1.0))
+        shown = fresh.events()
+        fresh.kill()
+        for client in clients:
+            client.join(30)
+        seen |= {event["seq"]: json.dumps(event) for event in shown}
+        verified = blitzd_json("log", "verify", str(fresh.state_dir))
+        assert verified["ok"], verified
+        assert verified["last_seq"] >= max(seen)
+    fresh.start().ready()
+    kept = {event["seq"]: json.dumps(event) for event in fresh.events()}
+    assert all(kept[seq] == event for seq, event in seen.items())
+    # What was running when the daemon died has ended, with the reason.
+    assert fresh.idle()["requests"]["failed"] == fresh.state()["requests"]["failed"] > 0
+
+
+def ignore_errors(call: Callable[..., Any], **arguments: Any) -> None:
+    with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+        call(**arguments)
