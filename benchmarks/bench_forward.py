@@ -141,8 +141,8 @@ def main() -> None:
         tokens = len(lengths) * DECODE_STEPS
         cases.append((name, tokens, ours_decode(engine, lengths), theirs_decode(model, lengths)))
     print(
-        f"{options.threads} threads, {options.clock} time, weights={options.weights}, {options.rounds} rounds in turns, "
-        "tokens/s (best, median)"
+        f"{options.threads} threads, {options.clock} time, weights={options.weights}, "
+        f"{options.rounds} rounds in turns, tokens/s (best, median)"
     )
     for name, tokens, ours, theirs in cases:
         if options.only not in name:
