@@ -133,6 +133,7 @@ def batching(
             lab = lab_module.run_lab(request_list, options, on_progress)
         lab_module.write_lab(lab, out)
     if plot is not None:
+        # Only here: loading matplotlib takes longer than most commands.
         from blitzd.sim.plots import plot_slots
 
         plot_slots(lab.static, lab.continuous, batch_size, plot)
@@ -267,9 +268,8 @@ def placement(
         found = search.algorithm_1() if algorithm == 1 else search.algorithm_2()
         described = placement_module.describe(search, found, algorithm)
     if plot is not None:
-        from blitzd.sim.plots import scatter
+        from blitzd.sim.plots import plot_pareto
 
-        scatter(
-            f"{shape.name} on {accelerator.name}", ("GPUs", "requests/s"), described.points, plot
-        )
+        title = f"{shape.name} on {accelerator.name}"
+        plot_pareto(title, described.points, described.chosen, plot)
     _emit(sealed(described.report), described.tables, json, csv)

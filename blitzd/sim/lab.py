@@ -12,6 +12,8 @@ from blitzd.sim.report import Table, sealed
 from blitzd.sim.requests import Request
 from blitzd.sim.stats import percentile
 
+Values = dict[str, int | float | str]
+
 ARRIVAL_RATES = (5, 10, 20, 40)
 """Requests per second."""
 QUEUE_ARRIVALS = 2000
@@ -61,15 +63,54 @@ def run_lab(
     """Runs all eight steps on one request list. Pure: the same arguments, the same result."""
     static = batching.run_static(requests, options.batch_size)
     continuous = batching.run_continuous(requests, options.batch_size)
-    capped = batching.run_continuous(requests, options.max_num_seqs)
-    queue = _queue_table(requests, options)
-    cost = cost_split(requests)
     tune = batching.search_concurrency(requests, options.target_ttft_ms * 1_000_000, on_progress)
+    queue = _queue_table(requests, options)
+    values = _step_values(requests, options, static, continuous)
+    values["tune"] = {
+        "target_ttft_ms": options.target_ttft_ms,
+        "max_concurrency": tune.clients,
+        "throughput_at_target": round(tune.throughput_tps, 3),
+    }
+    if options.kv is not None:
+        values["kv"] = run_kv_limited(requests, options.kv)
+    if options.shared_prefix:
+        values["prefix"] = run_shared_prefix(
+            requests, options.shared_prefix, options.max_num_seqs, options.seed
+        )
+    files = {f"{name}.txt": _key_values(pairs) for name, pairs in values.items()}
+    summary = Table(
+        "Batching lab",
+        ("file", "result"),
+        [(name, " ".join(text.split())) for name, text in files.items()],
+    )
+    files["queue.csv"] = queue.as_csv()
+    scan = [
+        {"clients": clients, "p99_ttft_ms": ns / 1e6}
+        for clients, ns in enumerate(tune.p99_ttft_ns, 1)
+    ]
+    report: dict[str, object] = {
+        "requests": len(requests),
+        "seed": options.seed,
+        **values,
+        "queue": queue.as_dicts(),
+        "tune_scan": scan,
+    }
+    return Lab(static, continuous, files, sealed(report), [summary, queue])
+
+
+def _step_values(
+    requests: Sequence[Request],
+    options: LabOptions,
+    static: batching.StepCount,
+    continuous: batching.StepCount,
+) -> dict[str, Values]:
+    """The files that follow from counting steps and tokens alone."""
+    capped = batching.run_continuous(requests, options.max_num_seqs)
     static_tps, continuous_tps = (
         round(static.throughput_tps, 3),
         round(continuous.throughput_tps, 3),
     )
-    values: dict[str, dict[str, int | float | str]] = {
+    return {
         "static": {
             "total_steps": static.total_steps,
             "throughput_tps": static_tps,
@@ -81,45 +122,11 @@ def run_lab(
             "speedup": round(continuous.throughput_tps / static.throughput_tps, 4),
         },
         "maxseqs": {"max_num_seqs": options.max_num_seqs, "peak_running": capped.peak_running},
-        "cost": cost,
-        "tune": {
-            "target_ttft_ms": options.target_ttft_ms,
-            "max_concurrency": tune.clients,
-            "throughput_at_target": round(tune.throughput_tps, 3),
-        },
+        "cost": cost_split(requests),
     }
-    if options.kv is not None:
-        values["kv"] = run_kv_limited(requests, options.kv)
-    if options.shared_prefix:
-        values["prefix"] = run_shared_prefix(
-            requests, options.shared_prefix, options.max_num_seqs, options.seed
-        )
-    files = {f"{name}.txt": _key_values(pairs) for name, pairs in values.items()}
-    files["queue.csv"] = queue.as_csv()
-    scan = Table(
-        "TTFT by concurrency",
-        ("clients", "p99_ttft_ms"),
-        [(n, ns / 1e6) for n, ns in enumerate(tune.p99_ttft_ns, 1)],
-    )
-    report: dict[str, object] = {
-        "requests": len(requests),
-        "seed": options.seed,
-        **values,
-        "queue": queue.as_dicts(),
-        "tune_scan": scan.as_dicts(),
-    }
-    tables = [
-        Table(
-            "Batching lab",
-            ("file", "result"),
-            [(name, " ".join(text.split())) for name, text in files.items() if name != "queue.csv"],
-        ),
-        queue,
-    ]
-    return Lab(static, continuous, files, sealed(report), tables)
 
 
-def cost_split(requests: Sequence[Request]) -> dict[str, int | float | str]:
+def cost_split(requests: Sequence[Request]) -> Values:
     """Total prefill and decode time of the list, each request by itself, and decode's share."""
     prefill = sum(r.prompt_tokens for r in requests) * batching.PREFILL_NS_PER_TOKEN
     decode = sum(r.output_tokens for r in requests) * batching.DECODE_STEP_NS
@@ -141,7 +148,7 @@ def _queue_table(requests: Sequence[Request], options: LabOptions) -> Table:
     return Table("Queue", ("rps", "avg_queue", "p99_wait_ms"), rows)
 
 
-def _key_values(pairs: dict[str, int | float | str]) -> str:
+def _key_values(pairs: Values) -> str:
     return " ".join(f"{key}={value}" for key, value in pairs.items()) + "\n"
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from blitzd.sim.placement import Colocated, Deployment, Phase, Placement, Search
-from blitzd.sim.report import Table
+from blitzd.sim.placement import Colocated, Phase, Placement, Search
+from blitzd.sim.report import Point, Table
 
 TABLE_ROWS = 20
 
@@ -36,8 +36,10 @@ Where this differs from the two documents behind it:
 class PlacementReport:
     report: dict[str, object]
     tables: list[Table]
-    points: list[tuple[float, float, str, bool]]
-    """(GPUs, requests/s, label, on the Pareto front) of every choice, for the plot."""
+    points: list[Point]
+    """Every choice, for the plot."""
+    chosen: str
+    """The label of the deployment's point."""
 
 
 def describe(search: Search, placement: Placement, algorithm: int) -> PlacementReport:
@@ -46,11 +48,14 @@ def describe(search: Search, placement: Placement, algorithm: int) -> PlacementR
     colocated = _colocated_table("Colocated on as many GPUs", placement.colocated)
     lecture = _colocated_table("Colocated, one instance", placement.lecture)
     points = _points(placement)
-    shown = sorted(points, key=lambda p: (not p[3], -p[1] / p[0]))[:TABLE_ROWS]
+    shown = sorted(points, key=lambda p: (not p.on_front, -p.goodput / p.gpus))[:TABLE_ROWS]
     pareto = Table(
         "Best deployments",
         ("deployment", "gpus", "requests_per_s", "per_gpu", "pareto"),
-        [(name, int(x), y, y / x, "yes" if front else "") for x, y, name, front in shown],
+        [
+            (p.label, p.gpus, p.goodput, p.goodput / p.gpus, "yes" if p.on_front else "")
+            for p in shown
+        ],
     )
     summary = _summary(search, placement)
     coefficients = search.space.coefficients
@@ -82,7 +87,7 @@ def describe(search: Search, placement: Placement, algorithm: int) -> PlacementR
     }
     tables = [summary, configurations, colocated]
     tables += [lecture] if lecture.rows else []
-    return PlacementReport(report, [*tables, pareto], points)
+    return PlacementReport(report, [*tables, pareto], points, best.name)
 
 
 def _phase_json(phase: Phase) -> dict[str, object]:
@@ -184,23 +189,18 @@ def _decode_reason(phase: Phase, best: Phase) -> str:
     return told
 
 
-def _points(placement: Placement) -> list[tuple[float, float, str, bool]]:
-    """Estimates for all deployments, the checked figure for the chosen one, and baselines.
-    On the front: nothing else gives as much with as few GPUs."""
+def _points(placement: Placement) -> list[Point]:
+    """All deployments, and the baselines. On the Pareto front: nothing else gives as much with
+    as few GPUs."""
     chosen = placement.deployment
-    values: dict[str, tuple[float, float]] = {
-        d.name: (float(d.gpus), _goodput(d, chosen, placement)) for d in placement.considered
-    }
-    values[chosen.name] = (float(chosen.gpus), placement.checked_goodput)
-    values |= {c.name: (float(c.gpus), c.goodput) for c in placement.colocated}
+    values = {d.name: (d.gpus, d.estimate, "phase by phase") for d in placement.considered}
+    values[chosen.name] = (chosen.gpus, placement.checked_goodput, "disaggregated, simulated")
+    for system in placement.colocated:
+        values[system.name] = (system.gpus, system.goodput, "colocated, simulated")
     points = []
-    for name, (gpus, goodput) in sorted(values.items(), key=lambda item: (item[1], item[0])):
+    for name, (gpus, goodput, family) in sorted(values.items(), key=lambda item: item[1]):
         front = not any(
-            g <= gpus and r >= goodput and (g, r) != (gpus, goodput) for g, r in values.values()
+            g <= gpus and r >= goodput and (g, r) != (gpus, goodput) for g, r, _ in values.values()
         )
-        points.append((gpus, goodput, name, front))
+        points.append(Point(gpus, goodput, name, family, front))
     return points
-
-
-def _goodput(deployment: Deployment, chosen: Deployment, placement: Placement) -> float:
-    return placement.checked_goodput if deployment is chosen else deployment.estimate

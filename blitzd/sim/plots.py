@@ -7,6 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from blitzd.sim.batching import DECODE_STEP_NS, StepCount
+from blitzd.sim.report import Point
 
 
 def plot_slots(static: StepCount, continuous: StepCount, slots: int, path: Path) -> None:
@@ -38,21 +39,29 @@ def save(figure: Figure, path: Path) -> None:
     FigureCanvasAgg(figure).print_figure(path, dpi=120)
 
 
-def scatter(
-    title: str,
-    axis_names: tuple[str, str],
-    points: Sequence[tuple[float, float, str, bool]],
-    path: Path,
-) -> None:
-    """Labelled points (x, y, label, on the Pareto front); the front is joined."""
+def plot_pareto(title: str, points: Sequence[Point], chosen: str, path: Path) -> None:
+    """GPUs against goodput. Labels only on the Pareto front, which is joined, and on the
+    chosen deployment; what takes more than twice its GPUs is left out."""
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
-    front = sorted((x, y) for x, y, _, on_front in points if on_front)
-    axes.step([x for x, _ in front], [y for _, y in front], where="post", color="tab:orange")
-    for x, y, label, on_front in points:
-        axes.scatter(x, y, color="tab:orange" if on_front else "tab:blue")
-        axes.annotate(label, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=8)
+    limit = 2 * next(point.gpus for point in points if point.label == chosen)
+    shown = [point for point in points if point.gpus <= limit]
+    front = sorted({(point.gpus, point.goodput) for point in shown if point.on_front})
+    axes.step([x for x, _ in front], [y for _, y in front], where="post", color="grey")
+    for family in sorted({point.family for point in shown}):
+        members = [point for point in shown if point.family == family]
+        axes.scatter([p.gpus for p in members], [p.goodput for p in members], label=family)
+    labels: dict[tuple[int, float], list[str]] = {}
+    for point in shown:
+        if point.on_front or point.label == chosen:
+            mark = " (chosen)" if point.label == chosen else ""
+            labels.setdefault((point.gpus, point.goodput), []).append(point.label + mark)
+    for position, names in labels.items():
+        text = "\n".join(names[:3])
+        axes.annotate(text, position, textcoords="offset points", xytext=(6, 4), fontsize=8)
     axes.set_title(title)
-    axes.set_xlabel(axis_names[0])
-    axes.set_ylabel(axis_names[1])
+    axes.set_xlabel("GPUs")
+    axes.set_ylabel("goodput, requests/s")
+    axes.margins(0.15)
+    axes.legend()
     save(figure, path)

@@ -44,6 +44,17 @@ def _show(cell: Cell) -> str:
     return f"{cell:,.4g}" if isinstance(cell, float) else str(cell)
 
 
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A choice in the plane of GPUs and requests per second."""
+
+    gpus: int
+    goodput: float
+    label: str
+    family: str
+    on_front: bool
+
+
 def report_hash(report: Mapping[str, object]) -> str:
     """SHA-256 of the report as canonical JSON; equal reports hash equal in any process."""
     text = json.dumps(report, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -6,8 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from blitzd.sim.data import AZURE_CONV
+from blitzd.sim.hardware import GPUS
 from blitzd.sim.lane import Job, Lane, Policy, steps_to_reach
-from blitzd.sim.steptimes import LinearSteps
+from blitzd.sim.models import MODELS
+from blitzd.sim.roofline import Roofline
+from blitzd.sim.steptimes import LinearSteps, RooflineSteps
+from blitzd.sim.traces import load_trace
 
 STEPS = LinearSteps((900, 13, 0.02), (500, 7, 11), (300, 5, 23), threshold=6)
 
@@ -24,7 +29,8 @@ class Seq:
 class SteppedLane:
     """The same rules, nothing clever: each iteration looks at every sequence."""
 
-    def __init__(self, kv_tokens, max_batch, policy, budget):
+    def __init__(self, kv_tokens, max_batch, policy, budget, steps=STEPS):
+        self.steps = steps
         self.kv, self.max_batch, self.policy, self.budget = kv_tokens, max_batch, policy, budget
         self.now, self.preemptions = 0, 0
         self.waiting, self.prefilling, self.running = deque(), deque(), []
@@ -74,7 +80,7 @@ class SteppedLane:
                 budget -= self.waiting[0].tokens
                 batch.append(self.waiting.popleft())
             if batch:
-                self.now += STEPS.prefill_ns([s.tokens for s in batch])
+                self.now += self.steps.prefill_ns([s.tokens for s in batch])
                 for seq in batch:
                     self.running.append(seq)
                     self.token(seq)
@@ -100,9 +106,9 @@ class SteppedLane:
             if seq.done == seq.tokens:
                 done.append(self.prefilling.popleft())
         if chunks:
-            self.now += STEPS.mixed_ns(chunks, len(decoding), context)
+            self.now += self.steps.mixed_ns(chunks, len(decoding), context)
         else:
-            base, slope = STEPS.decode(len(decoding))
+            base, slope = self.steps.decode(len(decoding))
             self.now += base + slope * context
         for seq in decoding:
             self.token(seq)
@@ -159,6 +165,24 @@ def test_jumping_equals_stepping(seed, policy, has_kv):
     assert ours == theirs
     assert (lane.now, lane.preemptions) == (stepped.now, stepped.preemptions)
     assert lane.outstanding_tokens == 0
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_azure_conversations_equal_stepping(policy):
+    """Real lengths and arrivals, at 60 times their rate, so that batches and queues form."""
+    roofline = Roofline(MODELS["llama-3.1-8b"], GPUS["h100"], 1)
+    steps, kv = RooflineSteps(roofline), 60_000
+    requests = load_trace(AZURE_CONV, limit=400)
+    ours, theirs = ([Job(r[0] // 60, *r[1:]) for r in requests] for _ in range(2))
+    lane = Lane(steps, kv, 1024, policy, 2048)
+    for job in ours:
+        lane.advance(job.arrival_ns)
+        lane.push(job)
+    lane.drain()
+    stepped = SteppedLane(kv, 1024, policy, 2048, steps)
+    stepped.run(theirs, False)
+    assert ours == theirs
+    assert lane.preemptions == stepped.preemptions > 0
 
 
 def test_the_random_sets_reach_preemption_under_both_policies():
