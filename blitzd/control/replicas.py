@@ -149,7 +149,9 @@ def occupancy_reported(turn: Turn, report: ev.OccupancyReported) -> None:
 
 def tend(turn: Turn) -> None:
     """Starts what the configuration wants and is not there: workers, then their loads."""
-    if turn.state.node.phase != "running":
+    node = turn.state.node
+    # While draining only for the sake of what is still running.
+    if node.phase != "running" and not (node.phase == "draining" and turn.state.requests):
         return
     for replica in turn.state.replicas.values():
         if turn.mono_ns < replica.retry_ns:

@@ -6,6 +6,8 @@ and only then performs the commands. Tokens do not pass through here: `deliver` 
 them from a worker's step report to the clients, and turns only milestones into inputs.
 """
 
+import contextlib
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +61,11 @@ class Driver:
         self._stopped = False
         self._held: list[Command] = []
         self._unsynced = anyio.Event()
-        self._inbox_in, self._inbox = anyio.create_memory_object_stream[Payload](INBOX_BOUND)
+        self._inbox_in, self._inbox = anyio.create_memory_object_stream[Payload | None](INBOX_BOUND)
+        self._milestones: deque[Payload] = deque()
+        """What tokens that clients have got already imply. Before anything else in the inbox:
+        a request whose last token is out must not be failed because its worker then died.
+        Bounded by the requests under way."""
         self._workers: Workers | None = None
 
     async def run(self, workers: Workers) -> None:
@@ -69,7 +75,7 @@ class Driver:
             tasks.start_soon(self._tick)
             tasks.start_soon(self._sync_in_groups)
             async for payload in self._inbox:
-                if await self._turn(payload):
+                if await self._turns(payload):
                     break
             tasks.cancel_scope.cancel()
         self._stopped = True
@@ -83,6 +89,11 @@ class Driver:
     async def post(self, payload: Payload) -> None:
         """Waits while the inbox is full, which slows the sender and loses nothing."""
         await self._inbox_in.send(payload)
+
+    def _reached(self, milestone: Payload) -> None:
+        self._milestones.append(milestone)
+        with contextlib.suppress(anyio.WouldBlock):  # full: whoever is in it wakes the loop
+            self._inbox_in.send_nowait(None)
 
     async def generate(self, request: GenerateRequest) -> LiveRequest:
         """Returns once the request is in the log as accepted. Raises RequestRefused."""
@@ -128,12 +139,12 @@ class Driver:
             self._observe(live, now)
             live.push(text, token_id)
             if finish is pb.FinishReason.HELD:
-                await self.post(ev.FirstTokenProduced(replica, epoch, request_id))
+                self._reached(ev.FirstTokenProduced(replica, epoch, request_id))
             elif finish in FINISHES:
                 ended = (FINISHES[finish], len(live.output), live.output_digest())
-                await self.post(ev.GenerationEnded(replica, epoch, request_id, *ended))
+                self._reached(ev.GenerationEnded(replica, epoch, request_id, *ended))
             elif request.state is RequestState.PREFILLING and len(live.output) == 1:
-                await self.post(ev.FirstTokenProduced(replica, epoch, request_id, held=0))
+                self._reached(ev.FirstTokenProduced(replica, epoch, request_id, held=0))
         for request_id, error in zip(report.failed_ids, report.errors, strict=True):
             await self.post(ev.RequestErrored(replica, epoch, request_id, error))
         occupancy = (report.blocks_used, report.running)
@@ -150,6 +161,13 @@ class Driver:
         live.last_token_ns = now
 
     # Turns.
+
+    async def _turns(self, payload: Payload | None) -> bool:
+        """Milestones, then the input. True when the daemon is to stop."""
+        while self._milestones:
+            if await self._turn(self._milestones.popleft()):
+                return True
+        return payload is not None and await self._turn(payload)
 
     async def _turn(self, payload: Payload) -> bool:
         """One input. True when the daemon is to stop."""

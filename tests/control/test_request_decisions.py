@@ -8,6 +8,7 @@ from blitzd.control.commands import (
     ImportKv,
     ReleaseKv,
     ShutDown,
+    SpawnWorker,
     StartPrefill,
 )
 from blitzd.events import types as ev
@@ -233,6 +234,19 @@ def test_draining_finishes_what_runs_refuses_the_new_and_then_stops() -> None:
     assert {c.replica for c in world.commanded(EndWorker)} == {"r0", "r1"}
     assert world.commanded(ShutDown)
     assert world.state.to_json()["requests"]["finished"] == 1
+
+
+def test_a_worker_lost_while_draining_is_replaced_for_those_that_wait_for_it() -> None:
+    world = Harness().serving("prefill", "decode")
+    world.arrive(1)
+    world.feed(ev.StopRequested("SIGTERM", world.now + 60_000 * MS))
+    world.feed(ev.WorkerExited("r1", 1, "killed"))
+    assert world.commanded(SpawnWorker) == [SpawnWorker("r1", 2)]
+    world.attach("r1")
+    world.load("r1")
+    world.first_token(1)
+    world.imported(1)
+    assert isinstance(world.ended(1)[-1], ev.NodeStopped)
 
 
 def test_the_drain_deadline_ends_what_is_left_with_a_reason() -> None:

@@ -16,6 +16,7 @@ from blitzd.node.driver import Driver
 from blitzd.node.face import GenerateRequest, RequestRefused
 from blitzd.node.live import LiveRequest
 from blitzd.node.observe import new_observations
+from blitzd.proto.blitzd.engine import v1 as pb
 from tests.chaos.world import VirtualClock, VirtualDisk
 
 
@@ -122,6 +123,32 @@ def test_a_node_whose_log_is_gone_for_good_still_stops() -> None:
         with pytest.raises(RequestRefused) as refused:
             await world.driver.generate(REQUEST)
         assert refused.value.code == "draining"
+
+    run(scenario)
+
+
+def test_the_last_token_of_the_last_request_ends_a_drain() -> None:
+    async def scenario(world: World) -> None:
+        await world.boot()
+        await world.serve()
+        live = await world.driver.generate(GenerateRequest(prompt_tokens=(1,), max_tokens=1))
+        await world.driver.post(ev.StopRequested("SIGTERM", 2**62))
+        await anyio.sleep(0.1)
+        assert cmd.ShutDown not in world.workers.kinds()
+        last = pb.StepReport(
+            request_ids=[live.request_id],
+            token_ids=[5],
+            texts=["five"],
+            finish=[pb.FinishReason.LENGTH],
+        )
+        await world.driver.deliver("r0", 1, last)
+        # The worker dies right behind its last token: the request has finished all the same.
+        await world.driver.post(ev.WorkerExited("r0", 1, "killed"))
+        deltas = [delta async for delta in live]
+        assert "".join(delta.text for delta in deltas) == "five"
+        assert deltas[-1].finish == "length"
+        await anyio.sleep(0.1)
+        assert cmd.ShutDown in world.workers.kinds()
 
     run(scenario)
 
