@@ -7,14 +7,19 @@ No torch here: the HTTP routes use it in the daemon.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 
 from blitzd.engine.chat_template import ChatTemplate
 from blitzd.engine.layout import read_model_file
+
+Spelling = Literal["bytes", "sentencepiece"]
+
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
@@ -27,8 +32,10 @@ class Tokenizer:
         bos_token_id: int | None,
         add_bos: bool,
         eos_token_ids: tuple[int, ...],
+        spelling: Spelling,
     ) -> None:
         self._backend = backend
+        self._spelling = spelling
         self._template = template
         self._bos = backend.id_to_token(bos_token_id) if bos_token_id is not None else None
         self._bos_id = bos_token_id if add_bos else None
@@ -45,12 +52,10 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         text = path.read_text()
         try:
-            decoder = json.loads(text)["decoder"]["type"]
+            spelling = _spelling(json.loads(text)["decoder"])
             backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the binding raises bare Exception
             raise ValueError(f"{path} cannot be used: {error}") from error
-        if decoder != "ByteLevel":
-            raise ValueError(f"{path}: decoder {decoder!r}; only ByteLevel is supported")
         template = directory / "chat_template.jinja"
         bos = config.bos_token_id
         eos = config.eos_token_ids
@@ -66,6 +71,7 @@ class Tokenizer:
             bos,
             config.add_bos,
             eos,
+            spelling,
         )
 
     @property
@@ -81,8 +87,10 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Without special tokens; what is not UTF-8 becomes U+FFFD."""
-        return b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
+        """Without special tokens; what is not UTF-8 becomes U+FFFD. A SentencePiece text
+        loses the space that its encoding put first."""
+        text = b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
+        return text.removeprefix(" ") if self._spelling == "sentencepiece" else text
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to the text: empty for a special one. A character may be spread
@@ -110,10 +118,28 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id)
         if token is None:
             raise ValueError(f"token id {token_id} is outside the vocabulary")
+        if self._spelling == "sentencepiece":
+            if _BYTE_TOKEN.fullmatch(token):
+                return bytes([int(token[3:5], 16)])
+            return token.replace("▁", " ").encode()
         try:
             return bytes(BYTE_OF_CHARACTER[character] for character in token)
         except KeyError:
             return token.encode()
+
+
+def _spelling(decoder: dict[str, Any]) -> Spelling:
+    """How a vocabulary writes bytes: GPT-2's characters, or SentencePiece's "▁" for a space
+    and "<0x0A>" for a byte that no token covers."""
+    if decoder["type"] == "ByteLevel":
+        return "bytes"
+    members = [member["type"] for member in decoder.get("decoders", [])]
+    if members[:3] == ["Replace", "ByteFallback", "Fuse"]:
+        return "sentencepiece"
+    raise ValueError(
+        f"decoder {decoder['type']} of {members or 'nothing'}; supported are ByteLevel, and "
+        "Replace, ByteFallback, Fuse"
+    )
 
 
 def _byte_of_character() -> dict[str, int]:

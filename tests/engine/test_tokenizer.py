@@ -82,6 +82,57 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         Tokenizer.from_dir(directory)
 
 
+def write_sentencepiece(directory: Path) -> tokenizers.Tokenizer:
+    """A tokenizer of Llama 2's kind: spaces as "▁", unknown characters as bytes."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "h", "e", "l", "o", "▁h", "he", "é", "▁he"]
+    merges = [("▁", "h"), ("h", "e"), ("▁h", "e")]
+    model = tokenizers.models.BPE(
+        {piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True
+    )
+    backend = tokenizers.Tokenizer(model)
+    normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.save(str(directory / "tokenizer.json"))
+    return backend
+
+
+def test_sentencepiece_spelling(tmp_path: Path) -> None:
+    directory = make_tiny(tmp_path / "tiny", bos_token_id=1, add_bos=True, eos_token_ids=(2,))
+    backend = write_sentencepiece(directory)
+    tokenizer = Tokenizer.from_dir(directory)
+    for text in ("hello", " hello", "hé 🐙 he", "two  spaces\n", ""):
+        ids = tokenizer.encode(text)
+        assert ids[0] == 1
+        assert tokenizer.decode(ids) == backend.decode(ids) == text
+        # Streamed text goes on from a prompt, so its first space is kept.
+        detokenizer = Detokenizer(tokenizer)
+        streamed = "".join(detokenizer.feed(i)[0] for i in ids) + detokenizer.flush()
+        assert streamed == (f" {text}" if text else "")
+
+
+def test_an_unknown_spelling_is_named(tmp_path: Path) -> None:
+    directory = make_tiny(tmp_path / "tiny")
+    path = directory / "tokenizer.json"
+    text = path.read_text().replace(
+        '"decoder":{"type":"ByteLevel"', '"decoder":{"type":"WordPiece"'
+    )
+    path.write_text(text)
+    with pytest.raises(ValueError, match="decoder WordPiece"):
+        Tokenizer.from_dir(directory)
+
+
 USER = [{"role": "user", "content": "Hi"}]
 
 
