@@ -70,7 +70,8 @@ def test_a_death_is_known_within_a_tenth_of_a_second(fresh: Daemon) -> None:
         victim = fresh.replica("decode")
         killed_ns = time.time_ns()
         os.kill(victim["pid"], signal.SIGKILL)
-        wait_for("its end", lambda: fresh.replica("decode")["epoch"] > victim["epoch"])
+        epoch = victim["epoch"]
+        wait_for("its end", lambda epoch=epoch: fresh.replica("decode")["epoch"] > epoch)
         lost = [e for e in fresh.events() if e["type"] == "WorkerLost"][-1]
         noticed_ms.append((lost["wall_ns"] - killed_ns) / 1e6)
     print(f"noticed after {noticed_ms} ms")
