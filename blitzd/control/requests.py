@@ -5,6 +5,7 @@ a decode replica gets one when its blocks have been reserved, in the event that 
 """
 
 from blitzd.control.commands import CancelRequest, ImportKv, ReleaseKv, StartPrefill
+from blitzd.control.offers import TAKES_PROMPTS, best, decode_offer, prefill_offer
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
 from blitzd.fsm import Replica, ReplicaState, Request, RequestState
@@ -12,10 +13,6 @@ from blitzd.fsm.table import ACCEPTS_KV, ACCEPTS_PROMPTS
 
 MS = 1_000_000
 S = ReplicaState
-
-
-def blocks_for(tokens: int, block_tokens: int) -> int:
-    return -(-tokens // block_tokens)
 
 
 def request_arrived(turn: Turn, arrived: ev.RequestArrived) -> None:
@@ -184,21 +181,12 @@ def dispatch(turn: Turn) -> None:
 
 
 def _start_prefill(turn: Turn, request: Request) -> bool:
-    def load(replica: Replica) -> tuple[int, str]:
-        granted = [r for r in turn.state.requests_on(replica.id) if _is_prefilling(r)]
-        return sum(r.prompt_tokens for r in granted), replica.id
-
-    def has_room(replica: Replica) -> bool:
-        granted = sum(map(_is_prefilling, turn.state.requests_on(replica.id)))
-        need = _prefill_blocks(turn, request, replica)
-        room = replica.blocks_total - turn.state.blocks_reserved(replica.id)
-        return granted < turn.policy.max_prefills_per_replica and need <= room
-
-    candidates = [r for r in _in_states(turn, S.PREFILL, S.COLOCATED) if has_room(r)]
-    if not candidates:
+    replicas = _in_states(turn, *TAKES_PROMPTS)
+    offers = [prefill_offer(turn.state, turn.policy, request, replica) for replica in replicas]
+    offer = best(offers)
+    if offer is None:
         return False
-    chosen = min(candidates, key=load)
-    blocks = _prefill_blocks(turn, request, chosen)
+    chosen, blocks = offer.replica, offer.blocks
     turn.emit(ev.PrefillStarted(request.id, chosen.id, chosen.epoch, blocks))
     # With a single token to make there is nothing to hand over.
     hold = chosen.state is S.PREFILL and request.max_tokens > 1
@@ -206,39 +194,18 @@ def _start_prefill(turn: Turn, request: Request) -> bool:
     return True
 
 
-def _prefill_blocks(turn: Turn, request: Request, replica: Replica) -> int:
-    if replica.state is S.COLOCATED:
-        return _decode_blocks(turn, request, replica)
-    return blocks_for(request.prompt_tokens + 1, replica.block_tokens)
-
-
-def _decode_blocks(turn: Turn, request: Request, replica: Replica) -> int:
-    output_tokens = min(request.max_tokens, turn.policy.decode_reserve_tokens)
-    wanted = blocks_for(request.prompt_tokens + output_tokens, replica.block_tokens)
-    return min(wanted, replica.blocks_total)
-
-
-def _is_prefilling(request: Request) -> bool:
-    return request.state is RequestState.PREFILLING
-
-
 def _in_states(turn: Turn, *wanted: ReplicaState) -> list[Replica]:
     return [r for r in turn.state.replicas.values() if r.state in wanted]
 
 
 def _start_migration(turn: Turn, request: Request) -> None:
-    reserved = {r.id: turn.state.blocks_reserved(r.id) for r in _in_states(turn, *ACCEPTS_KV)}
-    candidates = [
-        r
-        for r in _in_states(turn, *ACCEPTS_KV)
-        if reserved[r.id] + _decode_blocks(turn, request, r) <= r.blocks_total
-    ]
-    if not candidates:
+    replicas = _in_states(turn, *ACCEPTS_KV)
+    offer = best(decode_offer(turn.state, turn.policy, request, r) for r in replicas)
+    if offer is None:
         return
-    chosen = min(candidates, key=lambda r: (reserved[r.id], r.id))
+    chosen, blocks = offer.replica, offer.blocks
     lease_id = turn.state.node.next_lease
     expires_ns = turn.mono_ns + turn.policy.lease_ttl_ms * MS
     hop = (request.source, request.source_epoch, chosen.id, chosen.epoch)
-    blocks = _decode_blocks(turn, request, chosen)
     turn.emit(ev.MigrationStarted(lease_id, request.id, *hop, blocks, expires_ns))
     turn.command(ImportKv(lease_id, request.id, *hop, expires_ns))

@@ -11,7 +11,7 @@ def _(state: ClusterState, event: ev.NodeStarted, record: Record) -> None:
     node = state.node
     node.name, node.version, node.boot_epoch = event.node, event.version, event.boot_epoch
     node.phase, node.drain_deadline_ns = "running", 0
-    node.policy = dict(event.policy)
+    node.policy, node.core_version = dict(event.policy), event.core_version
     # The core's clock starts again with each boot, so times of the last one mean nothing.
     for replica in state.replicas.values():
         replica.retry_ns = replica.failures = 0

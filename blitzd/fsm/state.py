@@ -2,6 +2,9 @@
 
 Entities hold integers and strings only. Whatever can be computed from them (queue length,
 in-flight counts, reserved blocks, links in use) is computed, never kept beside them.
+
+A field that has its default is left out of what is hashed and of snapshots. So a field can
+be added without changing the hash of any state that a log recorded before.
 """
 
 from collections.abc import Iterator
@@ -16,7 +19,7 @@ from blitzd.fsm.table import ReplicaState
 HASH_MODULUS = 1 << 256
 
 
-class Node(msgspec.Struct):
+class Node(msgspec.Struct, omit_defaults=True):
     """The daemon itself, under the key 0 of its table."""
 
     name: str = ""
@@ -33,9 +36,11 @@ class Node(msgspec.Struct):
     wanted_prefill: int = 0
     """What an operator scaled to; 0: nothing but the configuration."""
     wanted_decode: int = 0
+    core_version: int = 0
+    """Of the decisions since this boot, so that a snapshot says how to go on from it."""
 
 
-class Replica(msgspec.Struct):
+class Replica(msgspec.Struct, omit_defaults=True):
     id: str
     node: str
     role: str
@@ -75,7 +80,7 @@ class Replica(msgspec.Struct):
     cause_seq: int = 0
 
 
-class Request(msgspec.Struct):
+class Request(msgspec.Struct, omit_defaults=True):
     id: int
     state: RequestState
     prompt_tokens: int
@@ -167,7 +172,7 @@ class ClusterState:
         there is. 64 hex digits."""
         for kind, key in self._dirty:
             old = self._hashes.pop((kind, key), 0)
-            entity = self._entity(kind, key)
+            entity = self.entity(kind, key)
             new = 0
             if entity is not None:
                 encoded = msgspec.msgpack.encode((kind, key, entity), order="deterministic")
@@ -177,7 +182,8 @@ class ClusterState:
         self._dirty.clear()
         return f"{self._sum:064x}"
 
-    def _entity(self, kind: str, key: str | int) -> Entity | None:
+    def entity(self, kind: str, key: str | int) -> Entity | None:
+        """`kind` is node (with key 0), replica, request, lease or pair."""
         if kind == "node":
             return self.node
         tables: dict[str, dict[Any, Any]] = {
