@@ -116,6 +116,7 @@ def _drain(turn: Turn) -> None:
     for replica in turn.state.replicas.values():
         if replica.worker != "absent":
             turn.command(EndWorker(replica.id, replica.epoch))
+            replicas.break_pair(turn, replica, "the server stopped")
             turn.emit(ev.WorkerLost(replica.id, replica.epoch, "the server stopped", 0))
     turn.emit(ev.NodeStopped("drained"))
     turn.command(ShutDown())

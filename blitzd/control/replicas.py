@@ -61,14 +61,18 @@ def worker_exited(turn: Turn, exited: ev.WorkerExited) -> None:
         return
     for request in turn.state.requests_on(replica.id):
         fail(turn, request, "worker_lost", f"replica {replica.id} was lost: {exited.reason}")
-    pair_id = replica.pair_id
     _lose(turn, replica, exited.reason)
-    if pair_id:
-        turn.emit(ev.PairBroken(pair_id, f"replica {replica.id} was lost"))
 
 
 def _lose(turn: Turn, replica: Replica, reason: str) -> None:
+    break_pair(turn, replica, f"replica {replica.id} was lost")
     turn.emit(ev.WorkerLost(replica.id, replica.epoch, reason, _retry_ns(turn, replica)))
+
+
+def break_pair(turn: Turn, replica: Replica, reason: str) -> None:
+    """Before the event that takes one side away, so that no state has half of a pair."""
+    if replica.pair_id:
+        turn.emit(ev.PairBroken(replica.pair_id, reason))
 
 
 def _retry_ns(turn: Turn, replica: Replica) -> int:
@@ -106,10 +110,8 @@ def load_ended(turn: Turn, ended: ev.LoadEnded) -> None:
     if replica.state not in LOADING:
         turn.ignore(ended.replica, ended.epoch)
     elif ended.reason:
-        pair_id = replica.pair_id
+        break_pair(turn, replica, f"the load of {replica.id} failed")
         turn.emit(ev.LoadFailed(replica.id, replica.epoch, ended.reason, _retry_ns(turn, replica)))
-        if pair_id:
-            turn.emit(ev.PairBroken(pair_id, f"the load of {replica.id} failed"))
     else:
         turn.emit(
             ev.LoadFinished(

@@ -22,6 +22,7 @@ class Harness:
         self.core = Core(ClusterState())
         self.policy = Policy(**policy)
         self.now = 0
+        self._followed = ClusterState()
         self.log: list[Record] = []
         self.commands: list[Command] = []
         """Of the last input."""
@@ -31,10 +32,13 @@ class Harness:
         return self.core.state
 
     def feed(self, payload: Payload) -> list[Payload]:
-        """The events that came of it. Fails when the fold refused a decision."""
+        """The events that came of it. Fails when the fold refused a decision, or a state
+        between two of the events does not keep the invariants."""
         step = self.core.step(payload, self.now, 0)
         assert step.fault is None, step.fault
-        assert violations(self.state) == []
+        for record in step.records:
+            fold(self._followed, record)
+            assert violations(self._followed) == [], record
         self.log += step.records
         self.commands = step.commands
         return [r.payload for r in step.records if r.payload.kind is Kind.EVENT]
