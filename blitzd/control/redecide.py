@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from blitzd.control.core import CORE_VERSION, Core
 from blitzd.events.record import Kind, Record
 from blitzd.events.types import Booted
-from blitzd.fsm import ClusterState, fold
+from blitzd.fsm import ClusterState
+from blitzd.fsm.replaying import replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +38,19 @@ class Redecided:
     difference: Difference | None = None
 
 
-def redecide(records: Iterable[Record]) -> Redecided:
-    """Up to the first difference. Raises what the fold refuses."""
+def redecide(records: Iterable[Record], state: ClusterState | None = None) -> Redecided:
+    """Up to the first difference. `state` is that before the first record: none, or a
+    snapshot's. Raises what the fold refuses, and HashDiffers for turns it only folds."""
     result = Redecided()
-    core = Core(ClusterState())
-    version = 0
+    core = Core(state or ClusterState())
+    version = core.state.node.core_version
     for turn in _turns(records):
         cause = turn[0].payload
         if isinstance(cause, Booted):
             version = cause.core_version
         if version != CORE_VERSION:
             result.skipped += 1
-            for record in turn:
-                fold(core.state, record)
+            replay(core.state, turn)
             continue
         result.turns += 1
         step = core.step(cause, turn[0].mono_ns, turn[0].wall_ns)

@@ -77,7 +77,8 @@ class Differ:
             before, after = _values(self._before, key), tracked.values
             if before is None or after is None:
                 if before != after:
-                    found.append(_change(key, "", before, after, tracked))
+                    shown = _without_defaults(before), _without_defaults(after)
+                    found.append(_change(key, "", *shown, tracked))
                 continue
             found += [
                 _change(key, name, before[name], after[name], tracked)
@@ -96,6 +97,10 @@ def _values(state: ClusterState, key: Key) -> dict[str, Any] | None:
         name: dict(value) if isinstance(value, dict) else value
         for name, value in msgspec.structs.asdict(entity).items()
     }
+
+
+def _without_defaults(values: dict[str, Any] | None) -> dict[str, Any] | None:
+    return values and {name: value for name, value in values.items() if value not in ("", 0, {})}
 
 
 def _mark(tracked: _Tracked, now: dict[str, Any] | None, seq: int) -> None:

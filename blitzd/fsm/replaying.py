@@ -1,12 +1,18 @@
 """A recorded log folded with its own checks, as fast as the fold goes."""
 
 from collections.abc import Iterable
+from typing import TypeVar
+
+import msgspec
 
 from blitzd.events.record import Record
+from blitzd.events.snapshot import Snapshot
 from blitzd.events.types import StateHashed
 from blitzd.fsm.fold import fold
 from blitzd.fsm.folding import FOLDERS
 from blitzd.fsm.state import ClusterState
+
+State = TypeVar("State", bound=ClusterState)
 
 
 class HashDiffers(Exception):
@@ -54,3 +60,17 @@ def check_hash(state: ClusterState, record: Record) -> None:
     payload = record.payload
     if type(payload) is StateHashed and payload.state_hash != state.hash():
         raise HashDiffers(record.seq, payload.state_hash, state.hash())
+
+
+def state_of(snapshot: Snapshot, into: type[State]) -> State:
+    """Raises ValueError when it holds no state, or another than its hash says."""
+    try:
+        state = into.decode(snapshot.state)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"snapshot {snapshot.seq} does not hold a state: {error}") from error
+    if (state.seq, state.hash()) != (snapshot.seq, snapshot.state_hash):
+        raise ValueError(
+            f"snapshot {snapshot.seq} says that its state's hash is {snapshot.state_hash}, it is"
+            f" {state.hash()} at record {state.seq}"
+        )
+    return state

@@ -9,7 +9,7 @@ be added without changing the hash of any state that a log recorded before.
 
 from collections.abc import Iterator
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -291,7 +291,7 @@ class ClusterState:
         )
 
     @classmethod
-    def decode(cls, data: bytes) -> "ClusterState":
+    def decode(cls, data: bytes) -> Self:
         """Raises msgspec.DecodeError or ValidationError when `data` is not a state."""
         snapshot = msgspec.msgpack.decode(data, type=_Snapshot)
         state = cls()

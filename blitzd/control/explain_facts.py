@@ -1,0 +1,243 @@
+"""What a decision rested on, read from the state right before it."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from blitzd.control.offers import Offer, decode_offer, prefill_offer
+from blitzd.control.policy import Policy
+from blitzd.events import types as ev
+from blitzd.events.record import Payload, Record
+from blitzd.fsm import (
+    ClusterState,
+    Lease,
+    Pair,
+    Replica,
+    ReplicaState,
+    Request,
+    RequestState,
+)
+from blitzd.fsm.table import ACCEPTS_KV, ACCEPTS_PROMPTS, TRANSITIONS
+
+Facts = dict[str, Any]
+Shown = tuple[str, str, bool, str, Facts]
+"""Replica, its state, whether it was chosen, why it could not be, numbers."""
+
+S = ReplicaState
+SCALING = (
+    ev.ScaleSet,
+    ev.MutationStarted,
+    ev.ReplicaRevived,
+    ev.NullReused,
+    ev.RoleAssigned,
+    ev.ShutdownStarted,
+    ev.ReplicaExpired,
+)
+POLICY_OF: dict[type[Payload], tuple[str, ...]] = {
+    ev.RequestRejected: ("max_queued_requests",),
+    ev.PrefillStarted: ("max_prefills_per_replica", "decode_reserve_tokens"),
+    ev.MigrationStarted: ("decode_reserve_tokens", "lease_ttl_ms"),
+    ev.MigrationFailed: ("lease_ttl_ms", "import_retry_ms"),
+    ev.WorkerLost: ("restart_backoff_ms", "restart_backoff_max_ms"),
+    ev.LoadFailed: ("restart_backoff_ms", "restart_backoff_max_ms"),
+    ev.LoadFinished: ("mutate_after_load",),
+    ev.ReplicaDeactivated: ("null_ttl_ms",),
+    ev.PairOpened: ("pair_cap",),
+}
+
+
+def facts_of(state: ClusterState, policy: Policy, record: Record, cause: Payload | None) -> Facts:
+    """The entities that the event names, the cluster where it matters, and the policy's
+    numbers that it depends on."""
+    event = record.payload
+    found: Facts = {"phase": state.node.phase}
+    for replica_id in _replicas_named(event, cause):
+        replica = state.replicas.get(replica_id)
+        shown = "unknown" if replica is None else replica_facts(state, replica)
+        found.setdefault("replicas", {})[replica_id] = shown
+    lease = state.leases.get(getattr(event, "lease_id", 0))
+    if lease is not None:
+        found["lease"] = _lease_facts(lease, record.mono_ns)
+    request_id = lease.request_id if lease else getattr(event, "request_id", 0)
+    request = state.requests.get(request_id)
+    if request is not None:
+        found["request"] = _request_facts(request, record.mono_ns)
+    pair = state.pairs.get(getattr(event, "pair_id", 0))
+    if pair is not None:
+        found["pair"] = _pair_facts(pair, record.mono_ns)
+    if isinstance(event, ev.RequestRejected):
+        found |= _admission_facts(state)
+    if isinstance(event, SCALING) or isinstance(cause, ev.ScaleRequested):
+        found["scale"] = _scale_facts(state)
+    if names := POLICY_OF.get(type(event)):
+        found["policy"] = {name: getattr(policy, name) for name in names}
+    return found
+
+
+def _replicas_named(event: Payload, cause: Payload | None) -> list[str]:
+    fields: tuple[str, ...] = ("replica", "source", "target", "new", "old")
+    # A load's `source` is where its weights come from, which is no replica.
+    if isinstance(event, ev.LoadStarted | ev.LoadFinished | ev.PairOpened):
+        fields = ("replica", "new", "old")
+    named = [getattr(payload, field, "") for payload in (event, cause) for field in fields]
+    if isinstance(cause, ev.LoadEnded):
+        named = [name for name in named if name != cause.source]
+    return [name for name in dict.fromkeys(named) if name]
+
+
+def replica_facts(state: ClusterState, replica: Replica) -> Facts:
+    reserved = state.blocks_reserved(replica.id)
+    return {
+        "state": replica.state.value,
+        "epoch": replica.epoch,
+        "role": replica.role,
+        "configured": replica.configured,
+        "worker": replica.worker,
+        "cordoned": bool(replica.cordoned),
+        "requests": len(state.requests_on(replica.id)),
+        "blocks_free": replica.blocks_total - reserved,
+        "blocks_reserved": reserved,
+        "failures": replica.failures,
+        "retry_ns": replica.retry_ns,
+        "takes": sorted(trigger for at, trigger in TRANSITIONS if at is replica.state),
+    }
+
+
+def _request_facts(request: Request, now_ns: int) -> Facts:
+    return {
+        "id": request.id,
+        "state": request.state.value,
+        "prompt_tokens": request.prompt_tokens,
+        "max_tokens": request.max_tokens,
+        "age_ms": (now_ns - request.arrived_ns) / 1e6,
+        "source": request.source,
+        "target": request.target,
+        "lease_id": request.lease_id,
+        "retry_ns": request.retry_ns,
+    }
+
+
+def _lease_facts(lease: Lease, now_ns: int) -> Facts:
+    return {
+        "id": lease.id,
+        "request": lease.request_id,
+        "source": f"{lease.source}/{lease.source_epoch}",
+        "target": f"{lease.target}/{lease.target_epoch}",
+        "age_ms": (now_ns - lease.opened_ns) / 1e6,
+        "left_ms": (lease.expires_ns - now_ns) / 1e6,
+    }
+
+
+def _pair_facts(pair: Pair, now_ns: int) -> Facts:
+    shown = {"id": pair.id, "new": pair.new, "old": pair.old, "cap": pair.cap}
+    return shown | {"age_ms": (now_ns - pair.opened_ns) / 1e6}
+
+
+def _admission_facts(state: ClusterState) -> Facts:
+    room = {
+        role: {
+            r.id: r.blocks_total * r.block_tokens
+            for r in state.replicas.values()
+            if r.state in accepting
+        }
+        for role, accepting in (("prefill", ACCEPTS_PROMPTS), ("decode", ACCEPTS_KV))
+    }
+    return {"queued": sum(1 for _ in state.queued()), "room_tokens": room}
+
+
+def _scale_facts(state: ClusterState) -> Facts:
+    wanted = {"prefill": state.node.wanted_prefill, "decode": state.node.wanted_decode}
+    there = Counter(replica.role for replica in state.replicas.values())
+    return {"wanted": wanted, "there": dict(sorted(there.items()))}
+
+
+# Candidates.
+
+
+def candidates_of(state: ClusterState, policy: Policy, event: Payload) -> list[Shown]:
+    """Every replica, for decisions that choose one; the chosen first, then who could have
+    been, then the others."""
+    chooser = CHOOSERS.get(type(event))
+    if chooser is None:
+        return []
+    found = list(chooser(state, policy, event))
+    return sorted(found, key=lambda shown: (not shown[2], bool(shown[3]), shown[0]))
+
+
+def _prefills(state: ClusterState, policy: Policy, event: ev.PrefillStarted) -> Iterable[Shown]:
+    request = state.requests[event.request_id]
+    for replica in state.replicas.values():
+        offer = prefill_offer(state, policy, request, replica)
+        facts = {"granted": offer.granted, "prompt_tokens_granted": offer.load}
+        yield _offered(offer, event.replica, facts)
+
+
+def _decodes(state: ClusterState, policy: Policy, event: ev.MigrationStarted) -> Iterable[Shown]:
+    request = state.requests[event.request_id]
+    for replica in state.replicas.values():
+        offer = decode_offer(state, policy, request, replica)
+        yield _offered(offer, event.target, {"blocks_reserved": offer.load})
+
+
+def _offered(offer: Offer, chosen: str, facts: Facts) -> Shown:
+    replica = offer.replica
+    facts = {"blocks_needed": offer.blocks, "blocks_free": offer.free} | facts
+    return replica.id, replica.state.value, replica.id == chosen, offer.refusal, facts
+
+
+def _of_states(
+    *states: ReplicaState, role: Callable[[Any], str] | None = None
+) -> Callable[[ClusterState, Policy, Any], Iterable[Shown]]:
+    """Replicas in one of `states`, and of one role: the least blocks reserved is taken."""
+
+    def choose(state: ClusterState, _: Policy, event: Any) -> Iterable[Shown]:
+        wanted = role(event) if role else ""
+        for replica in state.replicas.values():
+            refusal = ""
+            if replica.state not in states:
+                refusal = f"it is {replica.state}, not {' or '.join(states)}"
+            elif wanted and replica.role != wanted:
+                refusal = f"its role is {replica.role}, not {wanted}"
+            facts = {
+                "role": replica.role,
+                "cordoned": bool(replica.cordoned),
+                "blocks_reserved": state.blocks_reserved(replica.id),
+            }
+            chosen = replica.id == event.replica
+            yield replica.id, replica.state.value, chosen, refusal, facts
+
+    return choose
+
+
+def _opposite(event: ev.MutationStarted) -> str:
+    return "decode" if event.role == "prefill" else "prefill"
+
+
+CHOOSERS: dict[type[Payload], Callable[[ClusterState, Policy, Any], Iterable[Shown]]] = {
+    ev.PrefillStarted: _prefills,
+    ev.MigrationStarted: _decodes,
+    ev.MutationStarted: _of_states(S.PREFILL, S.DECODE, role=_opposite),
+    ev.ReplicaRevived: _of_states(S.SHUTTING_PREFILL, S.SHUTTING_DECODE),
+    ev.NullReused: _of_states(S.SHUTTING_NULL),
+    ev.RoleAssigned: _of_states(S.INACTIVE, S.FAILED),
+    ev.ShutdownStarted: _of_states(S.PREFILL, S.DECODE, S.COLOCATED),
+    ev.ReplicaExpired: _of_states(S.DECODE, role=lambda _: "decode"),
+}
+
+
+def candidates_of_waiting(state: ClusterState, policy: Policy, event: Payload) -> list[Shown]:
+    """For a request that nobody took in the turn of `event`: why each replica did not."""
+    request = state.requests.get(getattr(event, "request_id", 0))
+    if request is None or request.lease_id:
+        return []
+    offer_of = OFFERS_TO.get(request.state)
+    if offer_of is None:
+        return []
+    offers = [offer_of(state, policy, request, replica) for replica in state.replicas.values()]
+    return sorted(_offered(offer, "", {}) for offer in offers)
+
+
+OFFERS_TO: dict[RequestState, Callable[[ClusterState, Policy, Request, Replica], Offer]] = {
+    RequestState.QUEUED: prefill_offer,
+    RequestState.MIGRATING: decode_offer,
+}

@@ -1,0 +1,88 @@
+"""The rule behind each record type, in a sentence. `--plan` prints it beside the facts."""
+
+from blitzd.events import types as ev
+from blitzd.events.record import REGISTRY, Payload
+
+INPUT = "An input: the core was told, and decided the events of this turn."
+EPOCH = "A notice of another epoch, or about a lease or request that has ended, is counted only."
+BACK_OFF = (
+    "At once after the first failure in a row, then after restart_backoff_ms, doubled each"
+    " time up to restart_backoff_max_ms."
+)
+
+RULES: dict[type[Payload], str] = {
+    **{cls: INPUT for cls in REGISTRY.values() if cls.type_id < 100},
+    ev.NodeStarted: "Each start begins with the configuration and the policy in force.",
+    ev.NodeDraining: "Told to stop: no new request is accepted, those accepted may finish.",
+    ev.NodeStopped: "A draining node stops once no request is left, or its deadline has come.",
+    ev.ReplicaRegistered: "The configuration names this replica, with another role or node or new.",
+    ev.WorkerSpawning: (
+        "A running node spawns a worker where there is none and the back-off is over."
+    ),
+    ev.WorkerSpawned: "The process was started.",
+    ev.WorkerAttached: "The worker answers on its socket, or was adopted from the last boot.",
+    ev.WorkerLost: f"A dead worker makes its replica Failed. The next one: {BACK_OFF}",
+    ev.ReplicaRetired: "The configuration no longer names this replica, and it has no worker.",
+    ev.LoadStarted: (
+        "An Inactive replica with an attached worker and a role other than spare loads, unless"
+        " it is cordoned or in back-off."
+    ),
+    ev.LoadProgressed: "Progress of a load that is under way.",
+    ev.LoadFinished: "The last layer has arrived; the role says which state follows.",
+    ev.LoadFailed: f"The worker could not load. The next try: {BACK_OFF}",
+    ev.DecodeOpened: "An AusDecode accepts KV from here on.",
+    ev.PairOpened: "An Inactive replica with a worker goes live beside a Prefill that finishes.",
+    ev.PairSettled: "Nothing begun in the pair is left: both are ordinary prefill replicas.",
+    ev.PairBroken: "One side is gone, or the load failed; the other goes on by itself.",
+    ev.MutationStarted: (
+        "A role has too many and the other too few (or an operator asked): the serving replica"
+        " with the fewest blocks reserved changes, then the smallest id."
+    ),
+    ev.MutationFinished: (
+        "Every prompt here is computed and nothing is on its way: the KV stays, the role changes."
+    ),
+    ev.ShutdownStarted: (
+        "A role has too many (or an operator asked): of the serving ones, that with the fewest"
+        " blocks reserved, then the smallest id, finishes what it has."
+    ),
+    ev.ReplicaRevived: (
+        "A role has too few: first a replica that is still shutting from that role, the one with"
+        " the fewest blocks reserved."
+    ),
+    ev.ReplicaEmptied: "Nothing is left on a shutting replica.",
+    ev.ReplicaExpired: "A Decode without requests is shut in one go.",
+    ev.NullReused: (
+        "A role has too few and none is shutting from it: a warm null, one of that role first,"
+        " then the one that has been warm longest."
+    ),
+    ev.ReplicaDeactivated: 'A null gives up its weights: "plan" on command, "ttl" when unused.',
+    ev.RoleAssigned: (
+        "A replica without weights gets a role: the last rung up, or the first one down, since it"
+        " serves nothing."
+    ),
+    ev.PrefillOpened: "What the replica decoded has ended; it takes prompts from here on.",
+    ev.ScaleSet: "At least one of each role, and no more than there are replicas.",
+    ev.CommandRefused: "A command that does not fit the state is refused; nothing else changed.",
+    ev.RequestAccepted: "The node runs, the queue has room, and some replica is large enough.",
+    ev.RequestRejected: (
+        "Refused if the node drains (draining), max_queued_requests wait (queue_full), or no"
+        " serving replica's KV is large enough (too_long)."
+    ),
+    ev.PrefillStarted: (
+        "First come, first served, to the replica with the fewest prompt tokens granted, then"
+        " the smallest id, if it has a grant and the blocks free."
+    ),
+    ev.PrefillFinished: "The first token is out; the KV goes to a decode replica, or stays.",
+    ev.MigrationStarted: (
+        "To the replica that accepts KV, has the blocks free and the fewest reserved, then the"
+        " smallest id; the blocks are reserved for lease_ttl_ms."
+    ),
+    ev.MigrationFinished: "The target has the KV (it said so, or ended the request).",
+    ev.MigrationFailed: "no_room: again after import_retry_ms. Anything else ends the request.",
+    ev.RequestFinished: "The worker that has the request said that it is complete.",
+    ev.RequestFailed: "What the request depended on is gone, or its time is over.",
+    ev.RequestCancelled: "The client left; what it held is freed.",
+    ev.OccupancySampled: "The worker's KV occupancy has changed.",
+    ev.StaleNoticeIgnored: EPOCH,
+    ev.StateHashed: "Every so many records the log holds the hash of the state.",
+}

@@ -1,0 +1,96 @@
+"""Records logs for the test corpus: `python scripts/record_log.py [pairs] [SEED ...]`.
+
+Each becomes tests/data/logs/v<core version>-<name>/: the first turns of that chaos run (or
+of a script, for what chaos does not do), put on disk by the log's own writer, and what they
+fold to. Record new ones with each change of CORE_VERSION and keep the old: from then on they
+are folded and no more decided again.
+"""
+
+import itertools
+import shutil
+import sys
+from pathlib import Path
+
+import cyclopts
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from blitzd.control.core import CORE_VERSION
+from blitzd.events import Identity, LogWriter
+from blitzd.events import types as ev
+from blitzd.events.record import Kind, Record
+from blitzd.fsm import ClusterState
+from blitzd.fsm.replaying import replay
+from tests.chaos.world import run_seed
+from tests.control.harness import Harness
+from tests.corpus import LOGS, Expected
+
+RECORDS_MAX = 1100
+"""Of a log. Enough for a state hash in it, small enough for a repository."""
+SEGMENT_BYTES = 24 << 10
+
+
+def record(*names: str) -> None:
+    """Write one log for each seed, or "pairs", replacing those of the same name."""
+    for name in names:
+        records = live_pairs() if name == "pairs" else run_seed(int(name)).disk.records
+        directory = LOGS / f"v{CORE_VERSION}-{name if name == 'pairs' else f'seed{name}'}"
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        state = _write(directory / "log", records)
+        expected = Expected(CORE_VERSION, state.seq, state.hash())
+        encoded = msgspec.json.format(msgspec.json.encode(expected))
+        (directory / "expected.json").write_bytes(encoded + b"\n")
+        print(f"{directory.name}: {state.seq} records, hash {state.hash()}")
+
+
+def _write(directory: Path, records: list[Record]) -> ClusterState:
+    state = ClusterState()
+    writer = LogWriter.open(directory, Identity("corpus", "", "test"), segment_bytes=SEGMENT_BYTES)
+    for turn in itertools.takewhile(lambda turn: turn[-1].seq <= RECORDS_MAX, _turns(records)):
+        writer.append(turn)
+        writer.sync()
+        replay(state, turn)
+    writer.close()
+    (directory / "lock").unlink()
+    return state
+
+
+def _turns(records: list[Record]) -> list[list[Record]]:
+    turns: list[list[Record]] = []
+    for one in records:
+        if one.payload.kind is Kind.INPUT:
+            turns.append([])
+        turns[-1].append(one)
+    return turns
+
+
+def live_pairs() -> list[Record]:
+    """A pair that settles, one whose load fails, one whose old side dies, and a second boot
+    with a smaller configuration."""
+    world = Harness().serving("prefill", "decode", "spare", "spare", "spare")
+    world.arrive(1)
+    world.feed(ev.LivePairRequested("r2", "r0"))
+    world.load("r2")
+    pair_id = world.replica("r2").pair_id
+    world.feed(ev.PairDrained("r2", 1, pair_id))
+    world.first_token(1)
+    world.feed(ev.LivePairRequested("r3", "r0"))
+    failed = ev.LoadEnded("r3", 1, "", "map", 30, 0, 64, 0, "digest differs")
+    world.feed(failed)
+    world.imported(1)
+    world.feed(ev.LivePairRequested("r4", "r2"))
+    world.arrive(2)
+    world.feed(ev.WorkerExited("r2", 1, "killed"))
+    world.load("r4")
+    world.ended(1)
+    world.after(1000)
+    roles = (("r0", "prefill"), ("r1", "decode"))
+    world.feed(ev.Booted(2, "test", "local", roles, world.policy.pairs(), CORE_VERSION))
+    world.attach("r0")
+    return world.log
+
+
+if __name__ == "__main__":
+    cyclopts.run(record)

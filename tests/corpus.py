@@ -1,0 +1,21 @@
+"""Logs recorded by earlier versions, with what they fold to (scripts/record_log.py)."""
+
+from pathlib import Path
+
+import msgspec
+
+LOGS = Path(__file__).parent / "data" / "logs"
+
+
+class Expected(msgspec.Struct, frozen=True):
+    core_version: int
+    last_seq: int
+    hash: str
+
+
+def corpus() -> list[Path]:
+    return sorted(path.parent for path in LOGS.glob("*/expected.json"))
+
+
+def expected_of(directory: Path) -> Expected:
+    return msgspec.json.decode((directory / "expected.json").read_bytes(), type=Expected)
