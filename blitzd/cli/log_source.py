@@ -1,6 +1,7 @@
 """Reading a log for the commands that fold it: where to begin, how far, with a bar for a
 person who waits."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,7 @@ class LogSource:
         first = self.reader.first_seq
         if first == 1:
             return into()
-        state = newest_state(self.directory, into, at_most)
+        state = newest_state(self.directory, into, _say, at_most)
         return self._covered(state, at_most)
 
     def begin_early(self, into: type[State]) -> State:
@@ -48,7 +49,7 @@ class LogSource:
         first = self.reader.first_seq
         if first == 1:
             return into()
-        return self._covered(oldest_state(self.directory, into, first - 1), None)
+        return self._covered(oldest_state(self.directory, into, _say, first - 1), None)
 
     def _covered(self, state: State | None, at_most: int | None) -> State:
         first = self.reader.first_seq
@@ -92,3 +93,7 @@ class LogSource:
             self._task = self._progress.add_task(what, total=total)
             yield
         self._progress = None
+
+
+def _say(notice: str) -> None:
+    print(f"blitzd replay: {notice}", file=sys.stderr)

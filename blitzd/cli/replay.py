@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import cyclopts
 import msgspec
-import structlog
 from cyclopts import Parameter
 
 from blitzd.cli import replay_text as text
@@ -74,7 +73,6 @@ def replay(
     json
         Print JSON: one object, with --follow one a line.
     """
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     questions = {
         "--state": state,
         "--diff": diff is not None,

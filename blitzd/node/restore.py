@@ -1,6 +1,6 @@
 """The state that a log on disk holds: a snapshot, and what was recorded after it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,27 +16,35 @@ log = structlog.get_logger()
 State = TypeVar("State", bound=ClusterState)
 
 
-def newest_state(directory: Path, into: type[State], at_most: int | None = None) -> State | None:
+Notice = Callable[[str], None]
+"""Told of each snapshot that is passed over, and why."""
+
+
+def newest_state(
+    directory: Path, into: type[State], notice: Notice, at_most: int | None = None
+) -> State | None:
     """Of the newest snapshot in `directory` (the log's) that is whole and has a sequence up
     to `at_most`."""
     seqs = snapshot_seqs(OsDisk(), directory)
     wanted = [seq for seq in reversed(seqs) if at_most is None or seq <= at_most]
-    return _first_whole(directory, wanted, into)
+    return _first_whole(directory, wanted, into, notice)
 
 
-def oldest_state(directory: Path, into: type[State], at_least: int) -> State | None:
+def oldest_state(directory: Path, into: type[State], notice: Notice, at_least: int) -> State | None:
     """Of the oldest whole snapshot with a sequence of `at_least` or more."""
     seqs = snapshot_seqs(OsDisk(), directory)
-    return _first_whole(directory, [seq for seq in seqs if seq >= at_least], into)
+    return _first_whole(directory, [seq for seq in seqs if seq >= at_least], into, notice)
 
 
-def _first_whole(directory: Path, seqs: Iterable[int], into: type[State]) -> State | None:
+def _first_whole(
+    directory: Path, seqs: Iterable[int], into: type[State], notice: Notice
+) -> State | None:
     for seq in seqs:
         path = snapshot_path(directory, seq)
         try:
             return state_of(read_snapshot(OsDisk(), path), into)
         except ValueError as error:
-            log.warning("snapshot passed over", file=str(path), reason=str(error))
+            notice(f"{path} is passed over: {error}")
     return None
 
 
@@ -47,7 +55,7 @@ def restore(state_dir: Path) -> ClusterState:
     log gives, and the process that had another one has ended.
     """
     reader = LogReader(state_dir)
-    state = newest_state(reader.directory, ClusterState) or ClusterState()
+    state = newest_state(reader.directory, ClusterState, log.warning) or ClusterState()
     if reader.first_seq > state.seq + 1:
         raise LogError(
             f"{reader.directory}: the log begins at record {reader.first_seq}, and no snapshot"
