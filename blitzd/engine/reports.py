@@ -1,7 +1,7 @@
 """From the step loop to the one watcher: a bounded queue that never drops in silence."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
@@ -33,7 +33,7 @@ class Reports:
             return
         queue.put_nowait(report)
 
-    async def watch(self, first: pb.StepReport) -> AsyncIterator[pb.StepReport]:
+    async def watch(self, first: pb.StepReport) -> AsyncGenerator[pb.StepReport]:
         """`first`, then all that is published, until another watcher comes."""
         self._end(GRPCError(Status.ABORTED, "another watcher took over"))
         queue: asyncio.Queue[pb.StepReport | GRPCError] = asyncio.Queue()

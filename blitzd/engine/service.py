@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -106,8 +106,9 @@ class EngineService(pb.EngineBase):
             with self._replica.steps.exclusive() as stepper:
                 first = stepper.idle_report()
         try:
-            async for report in self._reports.watch(first):
-                yield report
+            async with contextlib.aclosing(self._reports.watch(first)) as reports:
+                async for report in reports:
+                    yield report
         finally:
             self.last_heard = time.monotonic()
 
@@ -116,8 +117,9 @@ class EngineService(pb.EngineBase):
     async def load_model(self, message: pb.LoadModelRequest) -> AsyncIterator[pb.LoadProgress]:
         async with self._loading:
             if self._replica is None:
-                async for progress in self._load(message):
-                    yield progress
+                async with contextlib.aclosing(self._load(message)) as loading:
+                    async for progress in loading:
+                        yield progress
             else:
                 self._check_same(self._replica, message)
         yield self._progress
@@ -131,7 +133,7 @@ class EngineService(pb.EngineBase):
                 "Reset with unload_weights first"
             )
 
-    async def _load(self, message: pb.LoadModelRequest) -> AsyncIterator[pb.LoadProgress]:
+    async def _load(self, message: pb.LoadModelRequest) -> AsyncGenerator[pb.LoadProgress]:
         loop = asyncio.get_running_loop()
         moved: asyncio.Queue[pb.LoadProgress | None] = asyncio.Queue()
 

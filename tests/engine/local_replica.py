@@ -95,5 +95,7 @@ class LocalReplica:
         return report
 
     def close(self) -> None:
+        with self.steps.exclusive() as stepper:
+            stepper.audit()
         self.replica.close(5.0)
         assert not self.crashes

@@ -14,7 +14,7 @@ from grpclib.server import Server
 from blitzd.engine.exporter import layer_checksums
 from blitzd.engine.kv_geometry import KvGeometry
 from blitzd.engine.layout import read_model_file
-from blitzd.fabric import ArenaServer, SharedArena, UcxFabric
+from blitzd.fabric import ArenaServer, PeerLost, SharedArena, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
 from tests.engine.local_replica import LocalReplica, request
 from tests.engine.test_worker import refused, run
@@ -128,10 +128,10 @@ def test_what_an_import_names_wrongly_is_refused_by_name(model: Path, zygotes: Z
             assert (error.status, words in error.message) == (Status.INVALID_ARGUMENT, True)
             setattr(whole, field, kept)
         assert (await target.stub.describe(pb.DescribeRequest())).blocks_used == 0
+        good.max_tokens = 1500
         await target.stub.import_kv(whole)
         error = await refused(target.stub.import_kv(whole))
         assert "request_id: 2 is here already" in error.message
-        assert (await target.until(2)).ended
         for client in (source, target):
             await client.close()
 
@@ -168,6 +168,7 @@ def test_every_failure_says_what_it_is_and_frees_the_blocks(
         # A lease that a newer one has replaced.
         await target.import_from(source, moved(2, source), pb.Transport.MAP, lease_id=5)
         await target.stub.cancel(pb.CancelRequest(request_ids=[2]))
+        await target.until_blocks_used(0)
         await fails(imported(2), Status.NOT_FOUND, "lease_id: 4; request 2 is leased to 5")
         # No such source.
         nobody = Client("p", source.epoch, source.process)
@@ -362,11 +363,24 @@ def test_releasing_ends_a_send_that_nobody_receives(model: Path, zygotes: Zygote
         error = await refused(source.stub.export_kv(export))
         assert "lease_id: 1; request 2 is leased to 2" in error.message
         export.lease_id = 3
-        await source.stub.export_kv(export)
+        export.ucx_tag = idle.new_tag()
+        there = await source.stub.export_kv(export)
         began = time.monotonic()
         await source.stub.release_kv(pb.ReleaseKvRequest(request_ids=[2]))
         assert time.monotonic() - began < 1.0
         await source.until_blocks_used(0)
+        # Nothing of those blocks leaves any more: they may be another's by now.
+        geometry = KvGeometry.of(read_model_file(model).config, 1)
+        buffer = bytearray(geometry.bytes)
+        with pytest.raises(PeerLost, match="gave the transfer up"):
+            await idle.receive(
+                there.ucx_address,
+                export.ucx_tag,
+                buffer,
+                [(0, geometry.bytes)],
+                time.monotonic() + 5,
+            )
+        assert not any(buffer)
         await idle.close()
         for client in (source, target):
             await client.close()

@@ -8,6 +8,7 @@ import pytest
 
 from blitzd.engine.errors import InvalidField, NotHeld
 from blitzd.engine.executor import Executor
+from blitzd.engine.sampler import sample
 from blitzd.engine.stepper import WAITING, Step
 from blitzd.proto.blitzd.engine import v1 as pb
 from blitzd.sched import NoRoom, Refused, StepPlan
@@ -147,6 +148,22 @@ def test_a_seeded_draw_depends_on_seed_and_position_alone(start: Start) -> None:
     assert together.until(2)[2].tokens == wanted[9:]
 
 
+def test_a_draw_is_made_for_the_place_that_the_token_takes(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[int] = []
+
+    def recording(logits: Any, params: Any, positions: list[int]) -> list[int]:
+        places.extend(positions)
+        return sample(logits, params, positions)
+
+    monkeypatch.setattr("blitzd.engine.executor.sample", recording)
+    replica = start(max_batch_tokens=16)
+    replica.prefill(request(1, "x" * 40, 3, temperature=0.5, seed=1))
+    replica.until(1)
+    assert places == [40, 41, 42]
+
+
 def free_text(start: Start, prompt: str, count: int) -> Any:
     replica = start()
     replica.prefill(request(1, prompt, count))
@@ -183,6 +200,10 @@ def test_stop_tokens_end_the_output_without_a_text_of_their_own(start: Start) ->
     assert output.tokens == whole.tokens[: at + 1]
     assert whole.text.startswith(output.text)
 
+    # Text that could have become a stop string is certain by then.
+    replica.prefill(request(4, PROMPTS[2], 30, **stops, stop=[output.text[-1] + "no"]))
+    assert replica.until(4)[4].text == output.text
+
     # Not before min_tokens: something else is chosen in its place.
     replica.prefill(request(3, PROMPTS[2], 30, **stops, min_tokens=at + 3))
     late = replica.until(3)[3]
@@ -198,7 +219,7 @@ def test_stop_strings_wait_for_min_tokens_too(start: Start) -> None:
 
 
 def test_end_of_sequence_stops_unless_ignored(tmp_path: Path) -> None:
-    # A head that gives the end token far too often: its row is the sum of all others.
+    # A token that comes early is declared to end the text.
     plain = LocalReplica(make_tiny(tmp_path / "a", "float64"))
     plain.prefill(request(1, "hello", 30, ignore_eos=True))
     tokens = plain.until(1)[1].tokens

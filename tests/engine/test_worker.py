@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Coroutine, Iterator
 from pathlib import Path
@@ -15,6 +16,10 @@ import uvloop
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
+from blitzd.engine.options import ReplicaOptions
+from blitzd.engine.replica import Replica, open_replica
+from blitzd.engine.service import EngineService
+from blitzd.fabric import Identity
 from blitzd.proto.blitzd.engine import v1 as pb
 from tests.engine.local_replica import request
 from tests.engine.workers import ROOT, Client, Process, Zygote, up, zygote
@@ -161,31 +166,42 @@ def test_a_model_that_cannot_be_loaded_is_refused_with_the_reason(
 
 
 def test_a_load_whose_caller_leaves_is_undone_and_can_be_made_again(
-    model: Path, zygotes: Zygote
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    opened: list[Replica] = []
+    closed: list[Replica] = []
+    gate = threading.Event()
+    real_open, real_close = open_replica, Replica.close
+
+    def slow_open(*arguments: Any, **named: Any) -> Replica:
+        assert gate.wait(10)
+        opened.append(real_open(*arguments, **named))
+        return opened[-1]
+
+    def noted_close(replica: Replica, timeout_s: float) -> None:
+        real_close(replica, timeout_s)
+        closed.append(replica)
+
+    monkeypatch.setattr("blitzd.engine.replica.open_replica", slow_open)
+    monkeypatch.setattr(Replica, "close", noted_close)
+
     async def test() -> None:
-        client = await Client.connect("l", 1, zygotes.start("l"))
-        leaving = Client("l", 1, client.process)
+        service = EngineService(
+            Identity("l", 1), tmp_path / "l.kv.sock", ReplicaOptions(), crashed=print
+        )
         call = pb.LoadModelRequest(model_path=str(model), blocks_total=16)
-        async for progress in leaving.stub.load_model(call):
-            assert progress.digest == ""
-            break
-        leaving.channel.close()
-        async with asyncio.timeout(10):
-            while True:
-                told = await client.stub.describe(pb.DescribeRequest())
-                if told.layers_total == 0 or told.model_digest:
-                    break
-                await asyncio.sleep(0.01)
-        if told.model_digest:
-            # It was done before the caller's leaving was noticed.
-            await client.stub.reset(pb.ResetRequest(unload_weights=True))
-        await client.load_model(model, 24)
-        await client.watch()
-        await client.prefill(request(1, "hello", 2))
-        assert len((await client.until(1)).tokens) == 2
-        assert client.last.blocks_total == 24
-        await client.close()
+        leaving = service.load_model(call)
+        assert (await anext(leaving)).digest == ""
+        await leaving.aclose()  # type: ignore[attr-defined]
+        assert (await service.describe(pb.DescribeRequest())).layers_total == 0
+        gate.set()
+        progress = [step async for step in service.load_model(call)]
+        assert progress[-1].digest
+        while not closed:  # noqa: ASYNC110 - in another thread
+            await asyncio.sleep(0.005)
+        assert len(opened) == 2 and len(closed) == 1
+        await service.close()
+        assert sorted(map(id, closed)) == sorted(map(id, opened))
 
     run(test())
 
