@@ -356,10 +356,20 @@ def test_releasing_ends_a_send_that_nobody_receives(model: Path, zygotes: Zygote
             ucx_tag=idle.new_tag(),
             layout=await layout_of(source),
         )
-        await source.stub.export_kv(export)
+        geometry = KvGeometry.of(read_model_file(model).config, 1)
+
+        async def nothing_comes(there: pb.ExportKvReply, tag: int) -> None:
+            buffer = bytearray(geometry.bytes)
+            whole = [(0, geometry.bytes)]
+            with pytest.raises(PeerLost, match="gave the transfer up"):
+                await idle.receive(there.ucx_address, tag, buffer, whole, time.monotonic() + 5)
+            assert not any(buffer)
+
+        there = await source.stub.export_kv(export)
         # The daemon tries another target; the first one's send does not stand in its way.
         await target.import_from(source, moved(2, source), pb.Transport.UCX, lease_id=2)
         assert (await target.until(2)).ended
+        await nothing_comes(there, export.ucx_tag)
         error = await refused(source.stub.export_kv(export))
         assert "lease_id: 1; request 2 is leased to 2" in error.message
         export.lease_id = 3
@@ -370,17 +380,7 @@ def test_releasing_ends_a_send_that_nobody_receives(model: Path, zygotes: Zygote
         assert time.monotonic() - began < 1.0
         await source.until_blocks_used(0)
         # Nothing of those blocks leaves any more: they may be another's by now.
-        geometry = KvGeometry.of(read_model_file(model).config, 1)
-        buffer = bytearray(geometry.bytes)
-        with pytest.raises(PeerLost, match="gave the transfer up"):
-            await idle.receive(
-                there.ucx_address,
-                export.ucx_tag,
-                buffer,
-                [(0, geometry.bytes)],
-                time.monotonic() + 5,
-            )
-        assert not any(buffer)
+        await nothing_comes(there, export.ucx_tag)
         await idle.close()
         for client in (source, target):
             await client.close()
