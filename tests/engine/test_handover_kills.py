@@ -133,7 +133,7 @@ def test_the_target_outlives_sources_that_are_killed(
     async def test() -> None:
         hunt = Hunt(transport, expected)
         target = await up(zygotes, "d", model, BLOCKS)
-        for _ in range(3 * kills):
+        for _ in range(6 * kills):
             source = await held_source(zygotes, model, expected)
             await hunt.succeed(source, target)
             errors = await hunt.kill(source, source, target)
@@ -165,7 +165,7 @@ def test_the_source_outlives_targets_that_are_killed(
         hunt = Hunt(transport, expected)
         source = await held_source(zygotes, model, expected)
         used = (await source.stub.describe(pb.DescribeRequest())).blocks_used
-        for _ in range(3 * kills):
+        for _ in range(6 * kills):
             target = await up(zygotes, "d", model, BLOCKS)
             await hunt.succeed(source, target)
             errors = await hunt.kill(target, source, target)
