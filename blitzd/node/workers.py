@@ -144,7 +144,9 @@ class WorkerPool:
     def _exit_of(self, worker: Worker) -> Callable[[str], None]:
         def exited(how: str) -> None:
             self._workers.pop((worker.replica, worker.epoch), None)
-            worker.socket.unlink(missing_ok=True)
+            # A worker that was killed leaves its sockets: its own and that of its KV arena.
+            for socket in self._runtime_dir.glob(f"{worker.socket.stem}.*sock"):
+                socket.unlink(missing_ok=True)
             worker.close()
             if not worker.ending:
                 reason = f"{how} ({worker.why})" if worker.why else how

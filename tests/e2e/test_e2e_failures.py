@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from blitzd.node.paths import runtime_dir
 from tests.e2e.daemon import BLITZD, Daemon, blitzd_json, wait_for, worker_pids
 
 
@@ -74,6 +75,8 @@ def test_a_death_is_known_within_a_tenth_of_a_second(fresh: Daemon) -> None:
         wait_for("its end", lambda epoch=epoch: fresh.replica("decode")["epoch"] > epoch)
         lost = [e for e in fresh.events() if e["type"] == "WorkerLost"][-1]
         noticed_ms.append((lost["wall_ns"] - killed_ns) / 1e6)
+        name = f"{victim['id']}-{victim['epoch']}"
+        assert not list(runtime_dir(fresh.state_dir).glob(f"{name}.*")), "a socket is left"
     print(f"noticed after {noticed_ms} ms")
     # Other tenants may hold up a daemon once; they do not hold up the median.
     assert sorted(noticed_ms)[1] < 100
