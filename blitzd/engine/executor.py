@@ -1,7 +1,12 @@
-"""From a step's plan to its new tokens: the forward pass over the batch, and sampling."""
+"""From a step's plan to its new tokens: the forward pass over the batch, and sampling.
+
+A forward pass can be cut between any two layers (`run_range`), and taken up by another
+executor that runs a plan of the same tokens.
+"""
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -13,6 +18,13 @@ from blitzd.engine.sampler import sample
 from blitzd.sched import StepPlan
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    plan: StepPlan
+    batch: BatchLayout
+    positions: torch.Tensor
+
+
 class Executor:
     def __init__(self, model: Llama, attention: Attention, pace_layer_ms: float = 0.0) -> None:
         """`pace_layer_ms` is a floor under each layer's time, with the computation inside
@@ -20,29 +32,58 @@ class Executor:
         self._model = model
         self._attention = attention
         self._pace_s = pace_layer_ms / 1e3
+        self._planned: _Planned | None = None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, sampling: Sequence[Generation]) -> list[int]:
         """One token for each of `sampling`, the generations of `plan.sampling` in order."""
-        batch = BatchLayout(
-            query_lens=[chunk.count for chunk in plan.chunks],
-            context_lens=[chunk.start + chunk.count for chunk in plan.chunks],
-            block_tables=[chunk.sequence.blocks for chunk in plan.chunks],
-        )
-        self._attention.plan(batch)
-        tokens = [
-            token
-            for chunk in plan.chunks
-            for token in chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
-        ]
-        positions = torch.tensor(batch.positions())
-        hidden = self._run_layers(self._model.embed(tokens), positions)
-        ends = [
-            row for row, chunk in zip(batch.last_rows(), plan.chunks, strict=True) if chunk.samples
-        ]
+        hidden = self.run_range(plan, 0, self._model.config.layers)
+        return self.sample(plan, hidden, sampling)
+
+    @torch.inference_mode()
+    def run_range(
+        self, plan: StepPlan, first: int, last: int, hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Layers [first, last) of the plan's tokens: [rows, hidden], one row a token.
+
+        `hidden` are the rows that layers [0, first) made of the same tokens, here or
+        elsewhere; without them the tokens are embedded, so `first` is 0 then. The KV of
+        layers [first, last) goes to this executor's cache, that of the others is not touched.
+        Raises ValueError when `hidden` does not fit the plan.
+        """
+        if (hidden is None) != (first == 0):
+            raise ValueError(
+                f"layers [{first}, {last}): hidden states are needed, unless layer 0 is first"
+            )
+        planned = self._prepare(plan)
+        if hidden is None:
+            hidden = self._model.embed(
+                [
+                    token
+                    for chunk in plan.chunks
+                    for token in chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
+                ]
+            )
+        elif hidden.shape != (planned.batch.rows, self._model.config.hidden):
+            raise ValueError(
+                f"hidden: shape {list(hidden.shape)}; this plan has "
+                f"{[planned.batch.rows, self._model.config.hidden]}"
+            )
+        return self._run_layers(hidden, planned.positions, first, last)
+
+    @torch.inference_mode()
+    def sample(
+        self, plan: StepPlan, hidden: torch.Tensor, sampling: Sequence[Generation]
+    ) -> list[int]:
+        """The new tokens of `plan.sampling`, from rows that all layers have seen."""
+        ends, end = [], 0
+        for chunk in plan.chunks:
+            end += chunk.count
+            if chunk.samples:
+                ends.append(end - 1)
         if not ends:
             return []
-        rows = hidden if len(ends) == len(tokens) else hidden[ends]
+        rows = hidden if len(ends) == end else hidden[ends]
         logits = self._model.logits(rows)
         for row, generation in enumerate(sampling):
             if banned := generation.banned:
@@ -53,12 +94,28 @@ class Executor:
             [len(generation.sequence.tokens) for generation in sampling],
         )
 
-    def _run_layers(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        layers = self._model.config.layers
+    def _prepare(self, plan: StepPlan) -> _Planned:
+        """Plans the attention, unless it is planned for just this: the ranges of one step
+        mostly follow each other."""
+        planned = self._planned
+        if planned is None or planned.plan is not plan:
+            batch = BatchLayout(
+                query_lens=[chunk.count for chunk in plan.chunks],
+                context_lens=[chunk.start + chunk.count for chunk in plan.chunks],
+                block_tables=[tuple(chunk.sequence.blocks) for chunk in plan.chunks],
+            )
+            self._planned = None
+            self._attention.plan(batch)
+            planned = self._planned = _Planned(plan, batch, torch.tensor(batch.positions()))
+        return planned
+
+    def _run_layers(
+        self, hidden: torch.Tensor, positions: torch.Tensor, first: int, last: int
+    ) -> torch.Tensor:
         if not self._pace_s:
-            return self._model.run_layers(hidden, positions, 0, layers)
+            return self._model.run_layers(hidden, positions, first, last)
         due = time.monotonic()
-        for layer in range(layers):
+        for layer in range(first, last):
             hidden = self._model.run_layers(hidden, positions, layer, layer + 1)
             due = max(due + self._pace_s, time.monotonic())
             time.sleep(max(0.0, due - time.monotonic()))
