@@ -136,7 +136,8 @@ class Journal:
     """The way of the node's driver: append on the event loop, sync in a thread."""
 
     def __init__(self, directory: Path, records: list[Record]) -> None:
-        self.journal = FileJournal(LogWriter.open(directory / "journal"))
+        where = directory / "journal"
+        self.journal = FileJournal(LogWriter.open(where), where)
         self.records = records
         self.runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 

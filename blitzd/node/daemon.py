@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from random import SystemRandom
 from typing import Any
 
@@ -18,13 +17,14 @@ from blitzd.engine.tokenizer import Tokenizer
 from blitzd.events import Identity, LogReader, LogWriter
 from blitzd.events import types as ev
 from blitzd.events.json_form import record_json
-from blitzd.fsm import ClusterState, ReplicaState, fold
+from blitzd.fsm import ReplicaState
 from blitzd.node.config import NodeConfig
 from blitzd.node.driver import Driver
 from blitzd.node.face import GenerateRequest, Generation, Health, ModelCard, Observations
 from blitzd.node.journal import FileJournal
 from blitzd.node.observe import new_observations
 from blitzd.node.paths import runtime_dir
+from blitzd.node.restore import restore
 from blitzd.node.workers import WorkerPool
 
 STALLED_S = 2.0
@@ -64,10 +64,10 @@ class NodeDaemon:
             Identity(blitzd.__version__, self._model.digest, config.node),
         )
         self._clock = SystemClock()
-        self.core = Core(replay(config.state_dir))
+        self.core = Core(restore(config.state_dir))
         self.driver = Driver(
             self.core,
-            FileJournal(self._writer),
+            FileJournal(self._writer, config.state_dir / "log"),
             self._clock,
             self._observations,
             draw_seed=lambda: SystemRandom().getrandbits(32),
@@ -189,11 +189,3 @@ class NodeDaemon:
 
     def observations(self) -> Observations:
         return self._observations
-
-
-def replay(state_dir: Path) -> ClusterState:
-    """Folds what the log holds. Raises what the fold or the reader finds wrong with it."""
-    state = ClusterState()
-    for record in LogReader(state_dir).records():
-        fold(state, record)
-    return state

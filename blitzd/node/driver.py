@@ -18,6 +18,7 @@ from blitzd.control.commands import BEGINS, Command, ShutDown
 from blitzd.control.core import Core
 from blitzd.events import types as ev
 from blitzd.events.record import Durability, Payload, Record
+from blitzd.events.snapshot import Snapshot
 from blitzd.fsm import Request, RequestState
 from blitzd.node.face import GenerateRequest, Observations, RequestRefused
 from blitzd.node.live import LiveRequest
@@ -28,6 +29,10 @@ INBOX_BOUND = 4096
 TICK_S = 0.05
 GROUP_SYNC_S = 0.005
 """Half of the promised 10 ms, since the sync itself takes time."""
+
+SNAPSHOT_EVERY = 100_000
+"""Records. Folding as many takes a start well under a second."""
+SNAPSHOT_CHECK_S = 1.0
 
 log = structlog.get_logger()
 
@@ -43,6 +48,7 @@ class Driver:
         observations: Observations,
         draw_seed: Callable[[], int],
         first_request_id: int,
+        snapshot_every: int = SNAPSHOT_EVERY,
     ) -> None:
         self.core = core
         self.observations = observations
@@ -56,6 +62,8 @@ class Driver:
         self._clock = clock
         self._draw_seed = draw_seed
         self._next_request_id = first_request_id
+        self._snapshot_every = snapshot_every
+        self._snapshot_due = journal.snapshot_seq + snapshot_every
         self._backlog: list[list[Record]] = []
         """Turns that the log has not taken yet, in order."""
         self._stopped = False
@@ -74,6 +82,7 @@ class Driver:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._tick)
             tasks.start_soon(self._sync_in_groups)
+            tasks.start_soon(self._snapshot_when_due)
             async for payload in self._inbox:
                 if await self._turns(payload):
                     break
@@ -83,6 +92,7 @@ class Driver:
             # Nobody reads the inbox any more, so these would wait for ever.
             live.abandon("draining", "the server has shut down")
         await self._sync()
+        await self._snapshot()
 
     # Inputs.
 
@@ -227,6 +237,24 @@ class Driver:
             await self._unsynced.wait()
             await anyio.sleep(GROUP_SYNC_S)
             await self._sync()
+
+    async def _snapshot_when_due(self) -> None:
+        while True:
+            await anyio.sleep(SNAPSHOT_CHECK_S)
+            if self.core.state.seq >= self._snapshot_due:
+                await self._snapshot()
+
+    async def _snapshot(self) -> None:
+        """Leaves the state where the next start finds it. One that fails is no loss: the log
+        has everything, and reading it takes longer."""
+        state = self.core.state
+        self._snapshot_due = state.seq + self._snapshot_every
+        if self._backlog or state.seq == self._journal.snapshot_seq:
+            return  # the state is ahead of the log, or nothing is new
+        try:
+            await self._journal.snapshot(Snapshot(state.seq, state.hash(), state.encode()))
+        except JournalUnavailable as error:
+            log.warning("no snapshot", seq=state.seq, reason=str(error))
 
     async def _tick(self) -> None:
         while True:

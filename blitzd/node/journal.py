@@ -1,16 +1,36 @@
 """The node's log on disk, as the driver's `Journal`."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import anyio.to_thread
 
-from blitzd.events import LogError, LogUnavailable, LogWriter, Record
+from blitzd.events import (
+    LogError,
+    LogUnavailable,
+    LogWriter,
+    OsDisk,
+    Record,
+    Snapshot,
+    apply_retention,
+    write_snapshot,
+)
+from blitzd.events.snapshot import snapshot_seqs
 from blitzd.node.ports import JournalUnavailable
+
+SNAPSHOTS_KEPT = 32
+"""The log reaches back to the oldest of them: some millions of records, or as many starts."""
 
 
 class FileJournal:
-    def __init__(self, writer: LogWriter) -> None:
+    def __init__(
+        self, writer: LogWriter, directory: Path, snapshots_kept: int = SNAPSHOTS_KEPT
+    ) -> None:
+        """`directory` is the one that `writer` writes in."""
         self._writer = writer
+        self._directory = directory
+        self._snapshots_kept = snapshots_kept
+        self._snapshot_seq = max(snapshot_seqs(OsDisk(), directory), default=0)
 
     def append(self, records: Sequence[Record]) -> None:
         try:
@@ -25,3 +45,21 @@ class FileJournal:
             await anyio.to_thread.run_sync(self._writer.sync)
         except LogUnavailable as error:
             raise JournalUnavailable(str(error)) from error
+
+    @property
+    def snapshot_seq(self) -> int:
+        return self._snapshot_seq
+
+    async def snapshot(self, snapshot: Snapshot) -> None:
+        try:
+            await anyio.to_thread.run_sync(self._keep, snapshot)
+        except (LogError, OSError) as error:
+            raise JournalUnavailable(str(error)) from error
+        self._snapshot_seq = snapshot.seq
+
+    def _keep(self, snapshot: Snapshot) -> None:
+        # A snapshot of what is not on disk would be taken as proof of loss.
+        if self._writer.sync() < snapshot.seq:
+            raise LogError(f"record {snapshot.seq} is not in the log yet")
+        write_snapshot(self._directory, snapshot)
+        apply_retention(self._directory, self._snapshots_kept)

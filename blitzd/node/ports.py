@@ -6,6 +6,7 @@ from typing import Protocol
 
 from blitzd.control.commands import Command
 from blitzd.events.record import Record
+from blitzd.events.snapshot import Snapshot
 from blitzd.node.live import LiveRequest
 
 
@@ -26,6 +27,14 @@ class Journal(Protocol):
 
     async def sync(self) -> None:
         """Returns when all that was appended before is on disk. Raises JournalUnavailable."""
+
+    @property
+    def snapshot_seq(self) -> int:
+        """Of the newest snapshot; 0: there is none."""
+
+    async def snapshot(self, snapshot: Snapshot) -> None:
+        """Keeps the state at a record that was appended, so that the next start need not read
+        what came before. Raises JournalUnavailable, and then nothing has changed."""
 
 
 class Workers(Protocol):

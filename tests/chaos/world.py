@@ -18,8 +18,10 @@ from blitzd.control.policy import Policy
 from blitzd.control.redecide import redecide
 from blitzd.events import types as ev
 from blitzd.events.record import Payload, Record
+from blitzd.events.snapshot import Snapshot
 from blitzd.fsm import ClusterState, fold
 from blitzd.fsm.invariants import violations
+from blitzd.fsm.replaying import replay, state_of
 from blitzd.node.driver import Driver
 from blitzd.node.face import GenerateRequest, GenerationFailed, RequestRefused
 from blitzd.node.observe import new_observations
@@ -27,6 +29,7 @@ from blitzd.node.ports import JournalUnavailable
 from tests.chaos.workers import Faults, VirtualWorkers, token_at
 
 VIRTUAL_LIMIT_S = 600.0
+SNAPSHOT_EVERY = 100
 ROLES = ("prefill", "decode")
 
 
@@ -43,6 +46,7 @@ class VirtualDisk:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
+        self.snapshots: list[Snapshot] = []
         self.full = False
 
     def append(self, records: Sequence[Record]) -> None:
@@ -54,6 +58,17 @@ class VirtualDisk:
         await anyio.sleep(0.0005)
         if self.full:
             raise JournalUnavailable("no space left on device")
+
+    @property
+    def snapshot_seq(self) -> int:
+        return self.snapshots[-1].seq if self.snapshots else 0
+
+    async def snapshot(self, snapshot: Snapshot) -> None:
+        assert snapshot.seq <= len(self.records), "ahead of its log"
+        await anyio.sleep(0.01)
+        if self.full:
+            raise JournalUnavailable("no space left on device")
+        self.snapshots.append(snapshot)
 
 
 @dataclass
@@ -131,6 +146,7 @@ class World:
             new_observations(),
             draw_seed=lambda: self.random.getrandbits(32),
             first_request_id=1,
+            snapshot_every=SNAPSHOT_EVERY,
         )
         with anyio.fail_after(VIRTUAL_LIMIT_S):
             async with anyio.create_task_group() as tasks, anyio.create_task_group() as virtual:
@@ -306,9 +322,18 @@ class World:
             if isinstance(record.payload, ENDS):
                 ends[record.payload.request_id] = ends.get(record.payload.request_id, 0) + 1
         assert state.hash() == self.core.state.hash(), "the log folds to another state"
+        self._check_snapshots(state)
         again = redecide(self.disk.records)
         assert again.difference is None, again.difference
         assert all(count == 1 for count in ends.values()), "a request has ended twice"
+
+    def _check_snapshots(self, whole: ClusterState) -> None:
+        """Each, with the records after it, gives what all records give."""
+        assert self.disk.snapshot_seq == len(self.disk.records), "none at the stop"
+        for snapshot in self.disk.snapshots:
+            state = state_of(snapshot, ClusterState)
+            replay(state, self.disk.records[snapshot.seq :])
+            assert (state.hash(), state.encode()) == (whole.hash(), whole.encode()), snapshot.seq
 
 
 ENDS = (ev.RequestFinished, ev.RequestFailed, ev.RequestCancelled, ev.RequestRejected)
