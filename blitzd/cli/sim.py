@@ -239,7 +239,8 @@ def placement(
     workload
         chat, sharegpt, or a trace file whose lengths are drawn.
     requests
-        Least number of requests in a simulation run.
+        Least number of requests in a simulation run. Few make goodput noisy, and too high
+        for instances so fast that the run ends before they are full.
     seed
         For lengths and arrivals.
     plot

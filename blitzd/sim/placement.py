@@ -94,6 +94,12 @@ class Placement:
     segments: int = 1
     """Algorithm 2: nodes that one instance spans."""
 
+    def fewest_gpus(self, rate: float) -> Deployment | None:
+        """The smallest of those considered that reaches `rate`, each phase by itself. At low
+        rates it is smaller than what the algorithm builds of the best per GPU."""
+        reaching = [d for d in self.considered if d.estimate >= rate]
+        return min(reaching, key=lambda d: (d.gpus, -d.estimate), default=None)
+
 
 @dataclass(frozen=True, slots=True)
 class Search:
@@ -236,6 +242,9 @@ class Search:
     def _nothing_serves(self, phases: Sequence[Phase]) -> str:
         reasons = dict.fromkeys(f"{p.name}: {p.obstacle}" for p in phases if p.obstacle)
         limit = "" if self.gpu_limit is None else f" within {self.gpu_limit} GPUs"
+        serving = [p.replica.gpus for p in phases if p.goodput]
+        if serving:
+            reasons[f"a prefill and a decode instance take {2 * min(serving)} GPUs or more"] = None
         return f"no placement meets the targets{limit}; " + "; ".join(reasons)
 
     # -- checking -----------------------------------------------------------------------

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from blitzd.sim.placement import Colocated, Phase, Placement, Search
+from blitzd.sim.placement import Colocated, Deployment, Phase, Placement, Search
 from blitzd.sim.report import Point, Table
 
 TABLE_ROWS = 20
@@ -80,6 +80,7 @@ def describe(search: Search, placement: Placement, algorithm: int) -> PlacementR
         "gpus": best.gpus,
         "checked_goodput": placement.checked_goodput,
         "checked_goodput_per_gpu": placement.checked_goodput / best.gpus,
+        "fewest_gpus": _fewest_json(placement.fewest_gpus(search.rate)),
         "colocated": colocated.as_dicts(),
         "lecture_setting": lecture.as_dicts(),
         "configurations": configurations.as_dicts(),
@@ -99,6 +100,16 @@ def _phase_json(phase: Phase) -> dict[str, object]:
     }
 
 
+def _fewest_json(deployment: Deployment | None) -> dict[str, object] | None:
+    if deployment is None:
+        return None
+    return {
+        "name": deployment.name,
+        "gpus": deployment.gpus,
+        "estimated_goodput": deployment.estimate,
+    }
+
+
 def _summary(search: Search, placement: Placement) -> Table:
     best = placement.deployment
     rows = [
@@ -110,6 +121,10 @@ def _summary(search: Search, placement: Placement) -> Table:
             placement.checked_goodput / best.gpus,
         ),
     ]
+    fewest = placement.fewest_gpus(search.rate)
+    if fewest is not None and fewest.gpus < best.gpus:
+        name = f"fewest GPUs, phase by phase: {fewest.name}, {fewest.gpus} GPUs"
+        rows.append((name, fewest.estimate / fewest.gpus))
     return Table("Placement", ("instances", "requests/s per GPU"), rows)
 
 

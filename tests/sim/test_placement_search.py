@@ -128,6 +128,8 @@ def test_the_promised_json_and_tables(capsys, tmp_path):
         gpus += instances[role] * report[role]["tp"] * report[role]["pp"]
     assert report["gpus"] == gpus
     assert report["checked_goodput"] > 0
+    assert report["fewest_gpus"]["gpus"] <= gpus
+    assert report["fewest_gpus"]["estimated_goodput"] >= 30
     for system in report["colocated"]:
         assert system.keys() == {"name", "gpus", "goodput", "goodput_per_gpu"}
         assert gpus - 1 <= system["gpus"] <= gpus
@@ -157,6 +159,16 @@ def test_what_cannot_be_served_is_refused_with_the_reasons(capsys):
     assert code == 1
     assert "no placement meets the targets" in printed.err
     assert "TP2xPP1: 349 GB of weights do not fit 160 GB" in printed.err
+
+
+def test_one_gpu_cannot_hold_both_phases(capsys):
+    code, printed = run_cli(
+        capsys,
+        *("placement", "--model", "llama-3.1-8b", "--nodes", "1", "--gpus-per-node", "1"),
+        *("--requests", "200"),
+    )
+    assert code == 1
+    assert "within 1 GPUs; a prefill and a decode instance take 2 GPUs or more" in printed.err
 
 
 def test_tensor_sizes_without_step_times_are_refused():
