@@ -45,7 +45,7 @@ class Targets:
 def highest_rate(meets: Callable[[float], bool], guess: float) -> float:
     """The highest rate that `meets`, by doubling or halving from `guess` and bisection.
 
-    0 when even guess / 64 does not. Takes `meets` to be monotone; where simulation noise
+    0 when even guess / 256 does not. Takes `meets` to be monotone; where simulation noise
     makes it not so, a rate next to the border comes out.
     """
     low, high = guess, guess
@@ -55,7 +55,7 @@ def highest_rate(meets: Callable[[float], bool], guess: float) -> float:
     else:
         while not meets(low):
             low, high = low / 2, low
-            if low < guess / 64:
+            if low < guess / 256:
                 return 0.0
     while high - low > TOLERANCE * high:
         middle = (low + high) / 2
