@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv up test lint proto chaos clean
+.PHONY: venv up test lint proto docs chaos clean
 
 venv: .venv/.stamp
 
@@ -31,6 +31,10 @@ chaos: venv
 
 proto: venv
 	$(BIN)/python scripts/generate_proto.py
+
+# The pages that follow from the code: states.md, events.md.
+docs: venv
+	$(BIN)/python scripts/generate_docs.py
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

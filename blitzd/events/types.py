@@ -28,6 +28,8 @@ class Booted(Payload, frozen=True, array_like=True):
 
 @record_type(2, Kind.INPUT)
 class RequestArrived(Payload, frozen=True, array_like=True):
+    """A client wants tokens. `seed` was drawn by the driver, so that it can be repeated."""
+
     request_id: int
     prompt_tokens: int
     max_tokens: int
@@ -37,11 +39,15 @@ class RequestArrived(Payload, frozen=True, array_like=True):
 
 @record_type(3, Kind.INPUT)
 class ClientLeft(Payload, frozen=True, array_like=True):
+    """The client has closed its connection, or its time is over."""
+
     request_id: int
 
 
 @record_type(4, Kind.INPUT)
 class WorkerStarted(Payload, frozen=True, array_like=True):
+    """The process exists."""
+
     replica: str
     epoch: int
     pid: int
@@ -67,6 +73,8 @@ class WorkerExited(Payload, frozen=True, array_like=True):
 
 @record_type(7, Kind.INPUT, Durability.LAZY)
 class LoadMoved(Payload, frozen=True, array_like=True):
+    """How far a load has come."""
+
     replica: str
     epoch: int
     layers_ready: int
@@ -114,6 +122,8 @@ class ImportEnded(Payload, frozen=True, array_like=True):
 
 @record_type(11, Kind.INPUT)
 class GenerationEnded(Payload, frozen=True, array_like=True):
+    """The worker has made the last token of this request."""
+
     replica: str
     epoch: int
     request_id: int
@@ -135,6 +145,8 @@ class RequestErrored(Payload, frozen=True, array_like=True):
 
 @record_type(13, Kind.INPUT, Durability.LAZY)
 class OccupancyReported(Payload, frozen=True, array_like=True):
+    """How full the worker's KV is and how many requests it runs."""
+
     replica: str
     epoch: int
     blocks_used: int
@@ -148,6 +160,8 @@ class Ticked(Payload, frozen=True, array_like=True):
 
 @record_type(15, Kind.INPUT, Durability.ACK)
 class StopRequested(Payload, frozen=True, array_like=True):
+    """The daemon was told to stop, and how long what is running may take."""
+
     reason: str
     deadline_ns: int
 
@@ -162,6 +176,8 @@ class DrainRequested(Payload, frozen=True, array_like=True):
 
 @record_type(17, Kind.INPUT, Durability.ACK)
 class UndrainRequested(Payload, frozen=True, array_like=True):
+    """An operator wants this replica to serve again."""
+
     replica: str
 
 
@@ -210,6 +226,8 @@ class PairDrained(Payload, frozen=True, array_like=True):
 
 @record_type(100, Kind.EVENT, Durability.ACK)
 class NodeStarted(Payload, frozen=True, array_like=True):
+    """A boot begins, with the policy that holds for it."""
+
     boot_epoch: int
     version: str
     node: str
@@ -227,11 +245,15 @@ class NodeDraining(Payload, frozen=True, array_like=True):
 
 @record_type(102, Kind.EVENT, Durability.ACK)
 class NodeStopped(Payload, frozen=True, array_like=True):
+    """Nothing is left to serve; every worker is ended."""
+
     reason: str
 
 
 @record_type(110, Kind.EVENT, Durability.ACK)
 class ReplicaRegistered(Payload, frozen=True, array_like=True):
+    """The configuration names this replica and its role."""
+
     replica: str
     node: str
     role: str
@@ -247,6 +269,8 @@ class WorkerSpawning(Payload, frozen=True, array_like=True):
 
 @record_type(112, Kind.EVENT)
 class WorkerSpawned(Payload, frozen=True, array_like=True):
+    """The process of this epoch exists."""
+
     replica: str
     epoch: int
     pid: int
@@ -254,6 +278,8 @@ class WorkerSpawned(Payload, frozen=True, array_like=True):
 
 @record_type(113, Kind.EVENT)
 class WorkerAttached(Payload, frozen=True, array_like=True):
+    """The worker answers; the replica is Inactive, or goes on as it was if it was adopted."""
+
     replica: str
     epoch: int
     pid: int
@@ -278,6 +304,8 @@ class ReplicaRetired(Payload, frozen=True, array_like=True):
 
 @record_type(120, Kind.EVENT, Durability.ACK)
 class LoadStarted(Payload, frozen=True, array_like=True):
+    """The worker was told to load the model for this role."""
+
     replica: str
     epoch: int
     role: str
@@ -286,6 +314,8 @@ class LoadStarted(Payload, frozen=True, array_like=True):
 
 @record_type(121, Kind.EVENT, Durability.LAZY)
 class LoadProgressed(Payload, frozen=True, array_like=True):
+    """How many layers and bytes have arrived."""
+
     replica: str
     epoch: int
     layers_ready: int
@@ -296,6 +326,8 @@ class LoadProgressed(Payload, frozen=True, array_like=True):
 
 @record_type(122, Kind.EVENT)
 class LoadFinished(Payload, frozen=True, array_like=True):
+    """All layers are there; the replica takes the state that `trigger` leads to."""
+
     replica: str
     epoch: int
     digest: str
@@ -310,6 +342,8 @@ class LoadFinished(Payload, frozen=True, array_like=True):
 
 @record_type(123, Kind.EVENT)
 class LoadFailed(Payload, frozen=True, array_like=True):
+    """The weights did not arrive; another load may begin from `retry_ns` on."""
+
     replica: str
     epoch: int
     reason: str
@@ -374,6 +408,8 @@ class MutationFinished(Payload, frozen=True, array_like=True):
 
 @record_type(130, Kind.EVENT, Durability.ACK)
 class ShutdownStarted(Payload, frozen=True, array_like=True):
+    """The replica takes nothing new and finishes what it has, until the deadline."""
+
     replica: str
     epoch: int
     reason: str
@@ -382,6 +418,8 @@ class ShutdownStarted(Payload, frozen=True, array_like=True):
 
 @record_type(131, Kind.EVENT, Durability.ACK)
 class ReplicaRevived(Payload, frozen=True, array_like=True):
+    """A replica that was shutting serves again."""
+
     replica: str
     epoch: int
     role: str
@@ -406,6 +444,8 @@ class ReplicaExpired(Payload, frozen=True, array_like=True):
 
 @record_type(134, Kind.EVENT, Durability.ACK)
 class NullReused(Payload, frozen=True, array_like=True):
+    """A warm spare serves again, in the role it had or in another."""
+
     replica: str
     epoch: int
     role: str
@@ -438,6 +478,8 @@ class PrefillOpened(Payload, frozen=True, array_like=True):
 
 @record_type(138, Kind.EVENT, Durability.ACK)
 class ScaleSet(Payload, frozen=True, array_like=True):
+    """How many replicas of each role are wanted from here on."""
+
     prefill: int
     decode: int
 
@@ -453,6 +495,8 @@ class CommandRefused(Payload, frozen=True, array_like=True):
 
 @record_type(200, Kind.EVENT)
 class RequestAccepted(Payload, frozen=True, array_like=True):
+    """The request is queued; exactly one end will follow."""
+
     request_id: int
     prompt_tokens: int
     max_tokens: int
@@ -462,6 +506,8 @@ class RequestAccepted(Payload, frozen=True, array_like=True):
 
 @record_type(201, Kind.EVENT)
 class RequestRejected(Payload, frozen=True, array_like=True):
+    """Not accepted, and why. Its only event."""
+
     request_id: int
     code: str
     reason: str
@@ -469,6 +515,8 @@ class RequestRejected(Payload, frozen=True, array_like=True):
 
 @record_type(202, Kind.EVENT)
 class PrefillStarted(Payload, frozen=True, array_like=True):
+    """The request is granted to a replica that computes its prompt."""
+
     request_id: int
     replica: str
     epoch: int
@@ -500,6 +548,8 @@ class MigrationStarted(Payload, frozen=True, array_like=True):
 
 @record_type(205, Kind.EVENT)
 class MigrationFinished(Payload, frozen=True, array_like=True):
+    """The KV has arrived: the lease is closed, the source is free."""
+
     lease_id: int
     bytes_moved: int
     elapsed_ns: int
@@ -507,6 +557,8 @@ class MigrationFinished(Payload, frozen=True, array_like=True):
 
 @record_type(206, Kind.EVENT)
 class MigrationFailed(Payload, frozen=True, array_like=True):
+    """The lease is closed, the request is still where it was."""
+
     lease_id: int
     fault: str
     reason: str
@@ -516,6 +568,8 @@ class MigrationFailed(Payload, frozen=True, array_like=True):
 
 @record_type(207, Kind.EVENT)
 class RequestFinished(Payload, frozen=True, array_like=True):
+    """An end: all tokens were made. The digest is of the output's token ids."""
+
     request_id: int
     finish: str
     output_tokens: int
@@ -524,6 +578,8 @@ class RequestFinished(Payload, frozen=True, array_like=True):
 
 @record_type(208, Kind.EVENT)
 class RequestFailed(Payload, frozen=True, array_like=True):
+    """An end: what the request needed was lost."""
+
     request_id: int
     code: str
     reason: str
@@ -531,12 +587,16 @@ class RequestFailed(Payload, frozen=True, array_like=True):
 
 @record_type(209, Kind.EVENT)
 class RequestCancelled(Payload, frozen=True, array_like=True):
+    """An end: its client left."""
+
     request_id: int
     reason: str
 
 
 @record_type(300, Kind.EVENT, Durability.LAZY)
 class OccupancySampled(Payload, frozen=True, array_like=True):
+    """What the worker last said of its KV and its running requests."""
+
     replica: str
     epoch: int
     blocks_used: int

@@ -4,7 +4,8 @@ Entities hold integers and strings only. Whatever can be computed from them (que
 in-flight counts, reserved blocks, links in use) is computed, never kept beside them.
 
 A field that has its default is left out of what is hashed and of snapshots. So a field can
-be added without changing the hash of any state that a log recorded before.
+be added without changing the hash of any state that a log recorded before. No entity can
+be part of a reference cycle, so the collector is not asked to look.
 """
 
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ class Node(msgspec.Struct, omit_defaults=True):
     """Of the decisions since this boot, so that a snapshot says how to go on from it."""
 
 
-class Replica(msgspec.Struct, omit_defaults=True):
+class Replica(msgspec.Struct, omit_defaults=True, gc=False):
     id: str
     node: str
     role: str
@@ -80,7 +81,7 @@ class Replica(msgspec.Struct, omit_defaults=True):
     cause_seq: int = 0
 
 
-class Request(msgspec.Struct, omit_defaults=True):
+class Request(msgspec.Struct, omit_defaults=True, gc=False):
     id: int
     state: RequestState
     prompt_tokens: int
@@ -100,7 +101,7 @@ class Request(msgspec.Struct, omit_defaults=True):
     retry_ns: int = 0
 
 
-class Lease(msgspec.Struct):
+class Lease(msgspec.Struct, gc=False):
     """A KV transfer under way. Its blocks are reserved on both sides."""
 
     id: int
@@ -113,7 +114,7 @@ class Lease(msgspec.Struct):
     expires_ns: int
 
 
-class Pair(msgspec.Struct):
+class Pair(msgspec.Struct, gc=False):
     """Two prefill replicas of which one still loads."""
 
     id: int
