@@ -7,7 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter, validators
 
-from blitzd.engine.options import ReplicaOptions
+from blitzd.engine.device import check_device
+from blitzd.engine.options import Device, ReplicaOptions
 from blitzd.engine.worker import WorkerOptions, run
 from blitzd.fabric import Identity
 
@@ -19,6 +20,7 @@ def worker(
     id: str,
     epoch: Annotated[int, Parameter(validator=validators.Number(gte=0))],
     socket: Path,
+    device: Device = "cpu",
     threads: Annotated[int, Parameter(validator=Positive)] = 1,
     orphan_timeout: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 20.0,
     pace_layer_ms: Annotated[float, Parameter(validator=validators.Number(gte=0))] = 0.0,
@@ -36,6 +38,8 @@ def worker(
         Of this start of the replica; part of its name to everyone.
     socket
         Unix socket to serve on.
+    device
+        Where the model runs: cpu, or cuda with FlashInfer.
     threads
         Compute threads.
     orphan_timeout
@@ -50,12 +54,14 @@ def worker(
         Compare checksums of imported KV with its source's.
     """
     try:
+        check_device(device)
         options = WorkerOptions(
             identity=Identity.parse(f"{id}/{epoch}"),
             socket=socket.absolute(),
             orphan_timeout_s=orphan_timeout,
             verify_kv=verify_kv,
             replica=ReplicaOptions(
+                device=device,
                 threads=threads,
                 max_batch_tokens=max_batch_tokens,
                 max_batch_size=max_batch_size,

@@ -28,9 +28,18 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 
 class Arena:
-    """Names over `buffer`, which holds `layout.length` bytes and outlives this object."""
+    """Names over `buffer`, which holds `layout.length` bytes and outlives this object.
 
-    def __init__(self, config: ModelConfig, layout: Layout, buffer: Buffer) -> None:
+    With a `device`, the bytes are copied there, once and as they lie.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layout: Layout,
+        buffer: Buffer,
+        device: torch.device | None = None,
+    ) -> None:
         view = memoryview(buffer).cast("B")
         if len(view) != layout.length:
             raise ValueError(
@@ -45,6 +54,8 @@ class Arena:
             # Read-only on purpose: a stray write must fault, not reach the other replicas.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             self._bytes = torch.frombuffer(view, dtype=torch.uint8)
+        if device is not None:
+            self._bytes = self._bytes.to(device)
 
     @classmethod
     def open(cls, directory: Path) -> Arena:

@@ -92,21 +92,19 @@ class TorchAttention:
         """Raises ValueError for a batch that does not fit the cache."""
         geometry = self.cache.geometry
         batch.check(geometry.blocks, geometry.block_tokens)
-        slots: list[int] = []
         decode: list[tuple[int, int, Sequence[int]]] = []
         prefills: list[_Prefill] = []
         row = 0
-        size = geometry.block_tokens
         for query, context, table in zip(
             batch.query_lens, batch.context_lens, batch.block_tables, strict=True
         ):
-            slots += [table[p // size] * size + p % size for p in range(context - query, context)]
             if query == 1:
                 decode.append((context, row, table))
             else:
                 prefills.append(self._plan_prefill(row, query, context, table))
             row += query
-        self._plan = _Plan(torch.tensor(slots), self._plan_decodes(decode, row), prefills, row)
+        slots = torch.tensor(batch.slots(geometry.block_tokens))
+        self._plan = _Plan(slots, self._plan_decodes(decode, row), prefills, row)
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Writes k and v ([rows, kv_heads, head_dim], rotated) into the cache, then attends.

@@ -30,6 +30,25 @@ class BatchLayout:
             for position in range(context - query, context)
         ]
 
+    def slots(self, block_tokens: int) -> list[int]:
+        """Of each row's key and value in a plane of blocks, in tokens from its start."""
+        size = block_tokens
+        return [
+            table[position // size] * size + position % size
+            for query, context, table in zip(
+                self.query_lens, self.context_lens, self.block_tables, strict=True
+            )
+            for position in range(context - query, context)
+        ]
+
+    def part(self, first: int, last: int) -> BatchLayout:
+        """Requests [first, last) alone."""
+        return BatchLayout(
+            self.query_lens[first:last],
+            self.context_lens[first:last],
+            self.block_tables[first:last],
+        )
+
     def last_rows(self) -> list[int]:
         """The row of each request's last token, whose logits give the next one."""
         rows, end = [], 0

@@ -1,7 +1,10 @@
 """What every call to the service goes through: its deadline noted, its errors given a
 status that says what happened."""
 
+import asyncio
+import contextlib
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -27,6 +30,18 @@ def deadline(at_most_s: float) -> float:
     if remaining is None:
         return time.monotonic() + at_most_s
     return time.monotonic() + min(at_most_s, remaining * (1 - MARGIN))
+
+
+async def to_the_end(work: Callable[[list[int]], None], blocks: list[int]) -> None:
+    """Runs `work(blocks)` on a thread. A caller that is cancelled still waits for its end:
+    after that the blocks may be another's."""
+    done = asyncio.ensure_future(asyncio.to_thread(work, blocks))
+    try:
+        await asyncio.shield(done)
+    finally:
+        while not done.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([done])
 
 
 async def guard(event: RecvRequest) -> None:

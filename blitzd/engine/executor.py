@@ -12,6 +12,7 @@ import torch
 
 from blitzd.engine.attention import Attention
 from blitzd.engine.batch import BatchLayout
+from blitzd.engine.decode_graphs import DecodeGraphs
 from blitzd.engine.generation import Generation
 from blitzd.engine.llama import Llama
 from blitzd.engine.sampler import sample
@@ -26,12 +27,20 @@ class _Planned:
 
 
 class Executor:
-    def __init__(self, model: Llama, attention: Attention, pace_layer_ms: float = 0.0) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        attention: Attention,
+        pace_layer_ms: float = 0.0,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         """`pace_layer_ms` is a floor under each layer's time, with the computation inside
-        it, so that replicas that share a few cores scale as if each had its own."""
+        it, so that replicas that share a few cores scale as if each had its own. `graphs`,
+        of the same model and attention, run steps of all layers."""
         self._model = model
         self._attention = attention
         self._pace_s = pace_layer_ms / 1e3
+        self._graphs = graphs
         self._planned: _Planned | None = None
 
     @torch.inference_mode()
@@ -84,7 +93,8 @@ class Executor:
         if not ends:
             return []
         rows = hidden if len(ends) == end else hidden[ends]
-        logits = self._model.logits(rows)
+        # Sampled on the host, so that a seed gives the same token on every device.
+        logits = self._model.logits(rows).cpu()
         for row, generation in enumerate(sampling):
             if banned := generation.banned:
                 logits[row, list(banned)] = -torch.inf
@@ -112,6 +122,8 @@ class Executor:
     def _run_layers(
         self, hidden: torch.Tensor, positions: torch.Tensor, first: int, last: int
     ) -> torch.Tensor:
+        if self._graphs is not None and (first, last) == (0, self._model.config.layers):
+            return self._graphs.run(hidden, positions)
         if not self._pace_s:
             return self._model.run_layers(hidden, positions, first, last)
         due = time.monotonic()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import structlog
 import xxhash
 
+from blitzd.engine.calls import to_the_end
 from blitzd.engine.errors import Mismatch, NotHeld
 from blitzd.fabric import FabricError, Identity, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
@@ -64,6 +65,13 @@ class Exporter:
             await self._stop(request_id)
         if message.transport is pb.Transport.UCX:
             await self._ucx.start()
+        if moves and replica.cache.staged:
+            _, blocks = self._grant(replica, message, moves)
+            stage = asyncio.create_task(self._stage(replica, request_id, blocks))
+            self._sends[request_id] = stage
+            await asyncio.wait([stage])
+            if not stage.cancelled():
+                stage.result()
         # Again, since others had their turn.
         tokens, blocks = self._grant(replica, message, moves)
         reply = pb.ExportKvReply(
@@ -114,6 +122,12 @@ class Exporter:
             log.warning("KV was not sent", request=message.request_id, error=str(error))
         finally:
             del self._sends[message.request_id]
+
+    async def _stage(self, replica: "Replica", request_id: int, blocks: list[int]) -> None:
+        try:
+            await to_the_end(replica.cache.stage_out, blocks)
+        finally:
+            del self._sends[request_id]
 
     async def _stop(self, request_id: int) -> None:
         task = self._sends.get(request_id)

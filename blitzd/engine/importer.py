@@ -16,6 +16,7 @@ from grpclib.client import Channel
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
+from blitzd.engine.calls import to_the_end
 from blitzd.engine.errors import Corrupt, InvalidField, Mismatch
 from blitzd.engine.exporter import layer_checksums
 from blitzd.fabric import Identity, MappedPeers, PeerLost, UcxFabric
@@ -140,6 +141,9 @@ class Importer:
         try:
             async with asyncio.timeout(max(0.0, pull.deadline - time.monotonic())):
                 moved = await self._pull(pull, blocks)
+                if pull.replica.cache.staged:
+                    pull.stage = "taking up the KV"
+                    await to_the_end(pull.replica.cache.stage_in, blocks)
             with pull.replica.steps.exclusive() as stepper:
                 stepper.adopt(request_id)
         except TimeoutError:

@@ -8,6 +8,8 @@ calls NHD.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from blitzd.engine.arena import TORCH_DTYPES, Buffer
@@ -15,9 +17,15 @@ from blitzd.engine.kv_geometry import KvGeometry
 
 
 class KvCache:
-    """Torch views over `buffer`: at least `geometry.bytes` writable bytes that outlive it."""
+    """Torch views over `buffer`: at least `geometry.bytes` writable bytes that outlive it.
 
-    def __init__(self, geometry: KvGeometry, buffer: Buffer) -> None:
+    With a `device`, keys and values lie there, and `buffer` is where blocks are staged on
+    their way to and from other replicas; its untouched pages take no memory.
+    """
+
+    def __init__(
+        self, geometry: KvGeometry, buffer: Buffer, device: torch.device | None = None
+    ) -> None:
         view = memoryview(buffer).cast("B")
         if view.readonly:
             raise ValueError("the KV buffer is read-only")
@@ -34,8 +42,35 @@ class KvCache:
             geometry.head_dim,
         )
         flat = torch.frombuffer(view[: geometry.bytes], dtype=TORCH_DTYPES[geometry.dtype])
-        self.tensor = flat.view(shape)
+        self._staging = flat.view(shape)
+        self.tensor = self._staging
+        if device is not None:
+            self.tensor = torch.zeros(shape, dtype=flat.dtype, device=device)
 
     def planes(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, each [blocks, block_tokens, kv_heads, head_dim]."""
         return self.tensor[layer, 0], self.tensor[layer, 1]
+
+    @property
+    def staged(self) -> bool:
+        """Whether `buffer` holds copies, to be made by `stage_out` and taken by `stage_in`."""
+        return self.tensor is not self._staging
+
+    def stage_out(self, blocks: Sequence[int]) -> None:
+        """Brings what the blocks hold into `buffer`, before their bytes are read there."""
+        _copy_blocks(self.tensor, self._staging, blocks)
+
+    def stage_in(self, blocks: Sequence[int]) -> None:
+        """Takes up what was written into the blocks' bytes in `buffer`."""
+        _copy_blocks(self._staging, self.tensor, blocks)
+
+
+@torch.inference_mode()
+def _copy_blocks(source: torch.Tensor, target: torch.Tensor, blocks: Sequence[int]) -> None:
+    """Returns when the bytes are there."""
+    if source is not target and blocks:
+        index = torch.tensor(blocks)
+        found = source.index_select(2, index.to(source.device)).to(target.device)
+        target.index_copy_(2, index.to(target.device), found)
+        if target.is_cuda:
+            torch.cuda.current_stream(target.device).synchronize()

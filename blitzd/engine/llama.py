@@ -42,13 +42,13 @@ class Llama:
         self._layers = [_layer(arena, i, config.qkv_bias) for i in range(config.layers)]
         self._norm = arena.tensor("norm")
         self._head = self._embed if config.tied_head else arena.tensor("head")
-        self._rotations = _rotations(config, 0)
+        self._rotations = _rotations(config, 0).to(self._embed.device)
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """[rows, hidden] of the model's dtype. Raises IndexError for an id that is not in
         the vocabulary."""
-        return self._embed.index_select(0, torch.as_tensor(token_ids))
+        return self._embed.index_select(0, torch.as_tensor(token_ids).to(self._embed.device))
 
     @torch.inference_mode()
     def run_layers(
@@ -62,8 +62,13 @@ class Llama:
         planned; `positions` are the rows' places in their requests. `hidden` is kept."""
         if not 0 <= first <= last <= self.config.layers:
             raise ValueError(f"layers [{first}, {last}) of [0, {self.config.layers})")
-        positions = torch.as_tensor(positions)
-        rotation = self._rotation(positions)
+        return self.run_rotated(hidden, self.rotation(positions), first, last)
+
+    @torch.inference_mode()
+    def run_rotated(
+        self, hidden: torch.Tensor, rotation: torch.Tensor, first: int, last: int
+    ) -> torch.Tensor:
+        """`run_layers` without a look at the host's memory, so that a device can capture it."""
         for index in range(first, last):
             hidden = self._run_layer(index, hidden, rotation)
         return hidden
@@ -93,11 +98,13 @@ class Llama:
         gate, up = gate_up[:, : config.ffn], gate_up[:, config.ffn :]
         return hidden + project(silu(gate) * up, layer.down)
 
-    def _rotation(self, positions: torch.Tensor) -> torch.Tensor:
+    def rotation(self, positions: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """[rows, 1, head_dim / 2], complex, on the weights' device; `positions` are the host's."""
+        positions = torch.as_tensor(positions)
         needed = int(positions.max()) + 1
         if needed > len(self._rotations):
-            self._rotations = _rotations(self.config, needed)
-        return self._rotations.index_select(0, positions).unsqueeze(1)
+            self._rotations = _rotations(self.config, needed).to(self._embed.device)
+        return self._rotations.index_select(0, positions.to(self._embed.device)).unsqueeze(1)
 
 
 def _layer(arena: Arena, index: int, qkv_bias: bool) -> _Layer:

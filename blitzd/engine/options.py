@@ -1,10 +1,15 @@
 """What an operator may say about one replica. No torch here."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
+    device: Device = "cpu"
+    """Where weights and KV lie, and with that the attention back end."""
     threads: int = 1
     """Of torch, for the step loop."""
     max_batch_tokens: int = 512

@@ -10,11 +10,14 @@ import torch
 
 from blitzd.engine.arena import Arena
 from blitzd.engine.attention import TorchAttention
+from blitzd.engine.attention_flashinfer import FlashInferAttention, unsupported
+from blitzd.engine.decode_graphs import GRAPH_ROWS, DecodeGraphs
 from blitzd.engine.errors import InvalidField
 from blitzd.engine.executor import Executor
 from blitzd.engine.kv_cache import KvCache
 from blitzd.engine.kv_geometry import KvGeometry
 from blitzd.engine.llama import Llama
+from blitzd.engine.model_config import ModelConfig
 from blitzd.engine.options import ReplicaOptions
 from blitzd.engine.prepared import Prepared
 from blitzd.engine.step_loop import StepLoop
@@ -32,6 +35,8 @@ class Replica:
     arena: Arena
     geometry: KvGeometry
     kv: SharedArena
+    """What other replicas read and write; `cache` stages to and from it."""
+    cache: KvCache
     steps: StepLoop
 
     @property
@@ -65,13 +70,12 @@ def open_replica(
     torch.set_num_threads(options.threads)
     if blocks_total < 1:
         raise InvalidField(f"blocks_total: {blocks_total}; at least one KV block is needed")
-    arena = Arena(prepared.config, prepared.layout, prepared.weights)
+    device = _device(prepared.config, options)
+    arena = Arena(prepared.config, prepared.layout, prepared.weights, device)
     geometry = KvGeometry.of(arena.config, blocks_total)
     kv = SharedArena(geometry.bytes, name="blitzd-kv")
-    attention = TorchAttention(
-        KvCache(geometry, kv.buffer), arena.config.heads, arena.config.sliding_window
-    )
-    executor = Executor(Llama(arena.config, arena, attention), attention, options.pace_layer_ms)
+    cache = KvCache(geometry, kv.buffer, device)
+    executor = _executor(arena, cache, options)
     scheduler = Scheduler(
         BlockManager(blocks_total, geometry.block_tokens),
         context_tokens=prepared.config.context_tokens,
@@ -82,4 +86,32 @@ def open_replica(
     steps = StepLoop(stepper, publish, crashed)
     steps.start()
     log.info("replica runs", kv_bytes=geometry.bytes, ms=round((time.monotonic() - began) * 1e3))
-    return Replica(prepared.directory, arena, geometry, kv, steps)
+    return Replica(prepared.directory, arena, geometry, kv, cache, steps)
+
+
+def _device(config: ModelConfig, options: ReplicaOptions) -> torch.device | None:
+    """None for the host. Raises InvalidField when the model cannot run on the device."""
+    if options.device == "cpu":
+        return None
+    if reason := unsupported(config):
+        raise InvalidField(f"model_path: {config.name} has {reason}")
+    return torch.device(options.device)
+
+
+def _executor(arena: Arena, cache: KvCache, options: ReplicaOptions) -> Executor:
+    config = arena.config
+    if options.device == "cpu":
+        torch_attention = TorchAttention(cache, config.heads, config.sliding_window)
+        model = Llama(config, arena, torch_attention)
+        return Executor(model, torch_attention, options.pace_layer_ms)
+    attention = FlashInferAttention(
+        cache,
+        config.heads,
+        config.sliding_window,
+        graph_rows=min(GRAPH_ROWS, options.max_batch_size),
+        context_tokens=config.context_tokens,
+    )
+    model = Llama(config, arena, attention)
+    # A graph is one piece; a floor under a layer's time needs the layers apart.
+    graphs = None if options.pace_layer_ms else DecodeGraphs(model, attention)
+    return Executor(model, attention, options.pace_layer_ms, graphs)

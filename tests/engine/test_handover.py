@@ -71,9 +71,11 @@ async def pair(zygotes: Zygote, model: Path, **options: object) -> tuple[Client,
 
 
 @TRANSPORTS
+@pytest.mark.parametrize("staged", [False, True], ids=["in-place", "staged"])
 def test_tokens_and_text_are_those_of_one_worker(
-    model: Path, zygotes: Zygote, transport: pb.Transport
+    model: Path, zygotes: Zygote, transport: pb.Transport, staged: bool
 ) -> None:
+    """In place, as on a CPU, or with KV in memory of a device's own, staged for the move."""
     alone = LocalReplica(model)
     for number, prompt in PROMPTS.items():
         alone.prefill(request(number, prompt, LENGTH, **SAMPLING.get(number, {})))
@@ -81,7 +83,7 @@ def test_tokens_and_text_are_those_of_one_worker(
     alone.close()
 
     async def test() -> None:
-        source, target = await pair(zygotes, model)
+        source, target = await pair(zygotes, model, staged=staged)
         await held(source, *PROMPTS)
         for number in PROMPTS:
             reply = await target.import_from(source, moved(number, source), transport)

@@ -86,3 +86,27 @@ def test_the_buffer_must_fit_and_be_writable() -> None:
     cache.planes(2)[1][3, 7, 1, 3] = 1.0
     last = shape.bytes - 4
     assert shared[last : last + 4] == b"\x00\x00\x80\x3f"
+
+
+def test_a_device_cache_moves_through_its_staging_buffer() -> None:
+    """Blocks leave one device and reach another as bytes of the two buffers; nothing else
+    of either is touched."""
+    here = torch.device("cpu")  # apart from its buffer all the same
+    source, target = (
+        KvCache(geometry(blocks), bytearray(geometry(blocks).bytes), here) for blocks in (12, 20)
+    )
+    assert source.staged and not filled(geometry(2), 1).staged
+    source.tensor.copy_(torch.randn(source.tensor.shape))
+    target.tensor.copy_(torch.randn(target.tensor.shape))
+    before = target.tensor.clone()
+    theirs, ours = [7, 3, 4], [0, 19, 5]
+    assert not any(gather(source, theirs)), "nothing is there before it is staged"
+    source.stage_out(theirs)
+    scatter(target, ours, gather(source, theirs))
+    assert torch.equal(target.tensor, before)
+    target.stage_in(ours)
+    assert torch.equal(target.tensor[:, :, ours], source.tensor[:, :, theirs])
+    kept = [block for block in range(20) if block not in ours]
+    assert torch.equal(target.tensor[:, :, kept], before[:, :, kept])
+    others = [block for block in range(12) if block not in theirs]
+    assert not any(gather(source, others))

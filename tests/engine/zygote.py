@@ -11,7 +11,9 @@ import signal
 import sys
 from pathlib import Path
 
-import blitzd.engine.replica  # noqa: F401
+import torch
+
+import blitzd.engine.replica
 from blitzd.engine.options import ReplicaOptions
 from blitzd.engine.worker import WorkerOptions, run
 from blitzd.fabric import Identity
@@ -24,6 +26,9 @@ def become_worker(order: dict[str, object], log: str) -> None:
     os.dup2(descriptor, 2)
     os.close(0)
     os.close(1)
+    if order.pop("staged", False):
+        # KV apart from the buffer that peers see, as on a device.
+        blitzd.engine.replica._device = lambda *_: torch.device("cpu")  # type: ignore[assignment]
     replica = ReplicaOptions(**order.pop("replica", {}))  # type: ignore[arg-type]
     options = WorkerOptions(
         identity=Identity.parse(str(order.pop("identity"))),
