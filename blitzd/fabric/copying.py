@@ -1,8 +1,7 @@
 """One large copy, done in chunks by several threads.
 
-One thread reaches perhaps half of what a core's memory channel and its neighbour's could do
-together, and less still in pieces of a KV block, where the C library copies through the
-cache. Numpy lets go of the interpreter while it copies.
+Two threads move 1.5 times the bytes of one where a second core is free. Numpy lets go of the
+interpreter while it copies.
 """
 
 import os

@@ -128,11 +128,15 @@ class UcxFabric:
             del error
 
     async def close(self) -> None:
-        """Ends every transfer with PeerLost, here and at the peers, and the thread."""
+        """Ends every transfer with PeerLost, here and at the peers, and the thread.
+
+        Idempotent. The fabric cannot be started again.
+        """
         if self._starting is None:
             return
-        thread = await self._starting
-        await asyncio.to_thread(thread.stop)
+        await asyncio.wait([self._starting])
+        if self._starting.exception() is None:
+            await asyncio.to_thread(self._starting.result().stop)
 
 
 async def _run(

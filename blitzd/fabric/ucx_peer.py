@@ -13,8 +13,8 @@ from blitzd.fabric.ucx_wire import CONTROL_TAG, Address, Control, Kind, data_tag
 from blitzd.fabric.ucx_worker import UcxWorker
 
 STALL_S = 0.5
-"""A peer with something open that is silent for so long is given up."""
-BEAT_S = 0.1
+"""A peer with something open that is silent for so long is given up on."""
+PING_S = 0.1
 EARLY_LIMIT = 256
 CLOSE_NS = 100_000_000
 
@@ -26,6 +26,9 @@ class Early:
     granted: int = 0
     expected: int = 0
     over: bool = False
+    """The other side gave up."""
+    done: bool = False
+    """The receiver, which expected nothing, has it all."""
 
 
 class EarlyWords:
@@ -52,6 +55,9 @@ class EarlyWords:
             word.expected = message.total
         elif message.kind in (Kind.CANCEL, Kind.FAIL):
             self.at(message.tag).over = True
+        elif message.kind == Kind.DONE:
+            word = self.at(message.tag)
+            word.done, word.expected = True, message.total
 
 
 class UcxPeer:
@@ -61,41 +67,46 @@ class UcxPeer:
         self,
         worker: UcxWorker,
         address: Address,
-        fabric_id: int,
+        own: Address,
         early: EarlyWords,
     ) -> None:
-        """Raises PeerLost when UCX sees at once that nobody is there."""
+        """Connects, and asks the peer to connect back.
+
+        Raises PeerLost when UCX sees at once that nobody is there.
+        """
         self.address = address
         self.name = str(address.identity)
         self.slots_out: SlotPool = worker.slots_out
         self.slots_in: SlotPool = worker.slots_in
         self.flying = 0
         self._worker = worker
-        self._fabric_id = fabric_id
+        self._own = own
+        self._suspended = False
+        self._lent = (0, 0)
+        """Slots of the two pools that are stuck with a silent peer."""
         self._early = early
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: dict[int, Incoming] = {}
         self._speaking: deque[tuple[Any, Any]] = deque()
         """Small sends in flight, with the memory that they read."""
         self._heard = worker.now
-        self._spoke = 0.0
+        self._pinged = 0.0
         self._void = worker.array(np.zeros(1, dtype=np.uint8))
         try:
             self._endpoint = worker.connect(address.worker)
+            self._ping()
         except worker.error as error:
             raise PeerLost(f"{self.name}: {error}") from error
 
     @property
     def busy(self) -> bool:
-        return bool(self._outgoing or self._incoming)
+        """Something is open that is to be watched."""
+        return bool(self._outgoing or self._incoming) and not self._suspended
 
     # What transfers ask for.
 
-    def control(self, kind: Kind, tag: int, value: int = 0, total: int = 0) -> None:
-        message = Control(kind, self._fabric_id, tag, value, total).encode()
-        array = self._worker.array(np.frombuffer(message, dtype=np.uint8))
-        self._speaking.append((self._worker.send(self._endpoint, array, CONTROL_TAG), array))
-        self._spoke = self._worker.now
+    def control(self, kind: Kind, tag: int = 0, value: int = 0, total: int = 0) -> None:
+        self._say(Control(kind, self._own.fabric_id, tag, value, total))
 
     def send(self, tag: int, slot: Slot, size: int) -> Any:
         array = slot.array if size == len(slot.bytes) else self._worker.array(slot.bytes[:size])
@@ -111,6 +122,14 @@ class UcxPeer:
     def retire(self, request: Any, pool: SlotPool, slot: Slot) -> None:
         self._worker.retire(request, pool, slot)
 
+    def _say(self, message: Control) -> None:
+        array = self._worker.array(np.frombuffer(message.encode(), dtype=np.uint8))
+        self._speaking.append((self._worker.send(self._endpoint, array, CONTROL_TAG), array))
+
+    def _ping(self) -> None:
+        self._say(Control(Kind.PING, self._own.fabric_id, address=self._own.encode()))
+        self._pinged = self._worker.now
+
     # What the fabric asks for.
 
     def start_sending(self, job: Job) -> None:
@@ -119,8 +138,12 @@ class UcxPeer:
             job.finish(PeerLost(f"{self.name} gave the transfer up"))
             return
         self._refuse_twice(self._outgoing, job)
+        transfer = Outgoing(job, self)
+        if early.done:
+            transfer.done(early.expected)
+            return
         self._begin()
-        transfer = self._outgoing[job.tag] = Outgoing(job, self)
+        self._outgoing[job.tag] = transfer
         if early.granted:
             transfer.grant(early.granted, early.expected)
 
@@ -138,7 +161,8 @@ class UcxPeer:
 
     def _begin(self) -> None:
         if not self.busy:
-            self._heard = self._worker.now
+            self._alive()
+            self._ping()
 
     def give_up(self, tag: int, error: FabricError) -> None:
         for transfer in (self._outgoing.get(tag), self._incoming.get(tag)):
@@ -147,10 +171,12 @@ class UcxPeer:
 
     def hear(self, message: Control) -> None:
         """Takes a control message of this peer."""
-        self._heard = self._worker.now
+        self._alive()
         if message.kind == Kind.FAIL:
             self._hear_sender(message, self._incoming.get(message.tag))
-        elif message.kind != Kind.BEAT:
+        elif message.kind == Kind.PING:
+            self.control(Kind.PONG)
+        elif message.kind != Kind.PONG:
             self._hear_receiver(message, self._outgoing.get(message.tag))
 
     def _hear_sender(self, message: Control, receiving: Incoming | None) -> None:
@@ -171,7 +197,7 @@ class UcxPeer:
         elif message.kind == Kind.CANCEL:
             sending.cancelled()
         else:
-            sending.done()
+            sending.done(message.total)
 
     def sweep(self) -> bool:
         """Moves everything that can move; True when something did.
@@ -191,32 +217,63 @@ class UcxPeer:
                 del self._outgoing[outgoing.job.tag]
         for incoming in list(self._incoming.values()):
             if incoming.pump():
-                self._heard = self._worker.now
+                self._alive()
                 moved = True
             if incoming.closed:
                 del self._incoming[incoming.job.tag]
         return moved
 
-    def tick(self, now: float) -> None:
-        """Deadlines, beats and the watchdog. Raises PeerLost when the peer is silent."""
+    def tick(self) -> None:
+        """Deadlines, pings and the watchdog."""
         if not self.busy:
             return
-        for transfer in [*self._outgoing.values(), *self._incoming.values()]:
+        now = self._worker.now
+        for transfer in self._open():
             transfer.expire(now)
         if now - self._heard >= STALL_S:
-            raise PeerLost(f"no sign of life for {now - self._heard:.2f} s")
-        if now - self._spoke >= BEAT_S:
-            self.control(Kind.BEAT, 0)
+            self.suspend(f"no sign of life for {now - self._heard:.2f} s")
+        elif now - self._pinged >= PING_S:
+            self._ping()
 
-    def excuse(self, now: float) -> None:
-        """This process itself stood still: the peer's silence proves nothing."""
-        self._heard = now
+    def suspend(self, reason: str) -> None:
+        """Ends all that is open, for the callers; the line stays.
+
+        It is not closed: to end an endpoint below which the connection still stands, and
+        to connect to the same process again, can crash UCX 1.21 (an event for a connection
+        that an earlier event of the same batch has freed). When the peer comes back it finds
+        each transfer given up in good order; when it dies, the endpoint says so.
+        """
+        for transfer in self._open():
+            transfer.give_up(PeerLost(f"{self.name}: {reason}"))
+        if not self._suspended:
+            self._suspended = True
+            self._lent = (
+                sum(outgoing.slots for outgoing in self._outgoing.values()),
+                sum(incoming.slots for incoming in self._incoming.values()),
+            )
+            self.slots_out.extend(self._lent[0])
+            self.slots_in.extend(self._lent[1])
+
+    def _alive(self) -> None:
+        self._heard = self._worker.now
+        if self._suspended:
+            self._suspended = False
+            self.slots_out.extend(-self._lent[0])
+            self.slots_in.extend(-self._lent[1])
+
+    def _open(self) -> list[Outgoing | Incoming]:
+        return [*self._outgoing.values(), *self._incoming.values()]
+
+    def excuse(self) -> None:
+        """The peer's silence so far is not held against it."""
+        self._heard = self._worker.now
 
     def lost(self, reason: object) -> None:
-        """Ends the line and everything open over it. Other peers do not notice."""
+        """The endpoint is down: ends everything open over it. Other peers do not notice."""
+        self._alive()
         error = PeerLost(f"{self.name}: {reason}")
         self._worker.disconnect(self._endpoint, CLOSE_NS)
-        for transfer in [*self._outgoing.values(), *self._incoming.values()]:
+        for transfer in self._open():
             transfer.lost(error)
         for request, array in self._speaking:
             self._worker.retire(request, None, array)

@@ -87,8 +87,13 @@ class Transfer(ABC):
         """The line is down."""
 
     def told(self, count: int) -> None:
-        if self.job.on_bytes is not None:
+        if self.job.on_bytes is None:
+            return
+        try:
             self.job.on_bytes(min(count * CHUNK_BYTES, self.job.total))
+        except Exception as error:
+            # The caller's fault ends the caller's transfer, not everybody's.
+            self.give_up(FabricError(f"on_bytes raised {error!r}"))
 
 
 class Outgoing(Transfer):
@@ -103,16 +108,17 @@ class Outgoing(Transfer):
 
     def grant(self, count: int, expected: int) -> None:
         """The receiver, which expects so many bytes in all, has room for `count` chunks."""
-        if expected != self.job.total and not self.over:
-            self.give_up(
-                SegmentError(
-                    f"segments: {self.job.total} bytes, but {self.line.name} expects {expected}"
-                )
-            )
+        if expected != self.job.total:
+            self.give_up(self._mismatch(expected))
         # Not cut to our count of chunks: each granted one is to be answered.
         self._granted = max(self._granted, count)
         if self.over:
             self._answer_with_voids()
+
+    @property
+    def slots(self) -> int:
+        """Taken from the pool now."""
+        return len(self._flying)
 
     def pump(self) -> bool:
         """Moves what can move; True when something did."""
@@ -150,11 +156,16 @@ class Outgoing(Transfer):
         """The receiver gave up."""
         self.give_up(PeerLost(f"{self.line.name} gave the transfer up"))
 
-    def done(self) -> None:
-        """The receiver has everything, or has drained what it had asked for."""
+    def done(self, expected: int) -> None:
+        """The receiver has what it expects, or has drained what it had asked for."""
         self.closed = True
-        self.settle(None)
+        self.settle(None if expected == self.job.total else self._mismatch(expected))
         self._retire()
+
+    def _mismatch(self, expected: int) -> SegmentError:
+        return SegmentError(
+            f"segments: {self.job.total} bytes, but {self.line.name} expects {expected}"
+        )
 
     def lost(self, error: FabricError) -> None:
         self.closed = True
@@ -183,6 +194,11 @@ class Incoming(Transfer):
         self._arrived = 0
         self._valid = self.chunks
         """Chunks from this one on are void: the sender gave up before them."""
+
+    @property
+    def slots(self) -> int:
+        """Taken from the pool now."""
+        return len(self._posted)
 
     def pump(self) -> bool:
         """Moves what can move; True when something did."""
@@ -244,5 +260,5 @@ class Incoming(Transfer):
     def _close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.line.control(Kind.DONE, self.job.tag, self._arrived)
+            self.line.control(Kind.DONE, self.job.tag, self._arrived, self.job.total)
             self.settle(None)

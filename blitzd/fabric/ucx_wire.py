@@ -15,8 +15,9 @@ receive never waits for nothing and one transfer ends without touching its neigh
                       <------------------- FAIL(tag, sent), a void for each granted chunk
        DONE(tag)      ------------------->
 
-While two fabrics have anything open with each other, each sends a BEAT when it has said
-nothing for a while.
+A fabric with anything open pings its peer, which answers whether or not it was asked for
+anything yet: silence means that the process, or the way to it, is stuck. A ping carries the
+sender's address, so that the other connects back, and each has the other's death reported.
 """
 
 import secrets
@@ -31,36 +32,41 @@ _DATA = 0xDA << TAG_BITS
 CONTROL_TAG = 0xC0 << TAG_BITS
 KIND_MASK = 0xFF << TAG_BITS
 
-_CONTROL = struct.Struct("<QQQQQ")
-CONTROL_BYTES = _CONTROL.size
+_CONTROL = struct.Struct("<QQQQQI")
+CONTROL_BYTES = 4096
+"""The largest control message: a ping from a machine with many network devices."""
 _ADDRESS = struct.Struct("<4sQB")
 _MAGIC = b"BZU1"
 
 
 class Kind(IntEnum):
-    BEAT = 1
-    GRANT = 2
-    CANCEL = 3
-    FAIL = 4
-    DONE = 5
+    PING = 1
+    PONG = 2
+    GRANT = 3
+    CANCEL = 4
+    FAIL = 5
+    DONE = 6
 
 
 class Control(NamedTuple):
     kind: int
     sender: int
     """The sending fabric's id."""
-    tag: int
-    value: int
+    tag: int = 0
+    value: int = 0
     """Chunks: granted, sent before failing, or taken in."""
-    total: int
-    """Of a grant: the bytes that the receiver expects. Otherwise 0."""
+    total: int = 0
+    """What a receiver expects in all, in bytes. Of a sender 0."""
+    address: bytes = b""
+    """Of a ping: the sender's."""
 
     def encode(self) -> bytes:
-        return _CONTROL.pack(*self)
+        return _CONTROL.pack(*self[:-1], len(self.address)) + self.address
 
     @classmethod
-    def decode(cls, raw: memoryview) -> "Control":
-        return cls(*_CONTROL.unpack(raw))
+    def decode(cls, raw: bytes) -> "Control":
+        kind, sender, tag, value, total, length = _CONTROL.unpack_from(raw)
+        return cls(kind, sender, tag, value, total, raw[_CONTROL.size :][:length])
 
 
 class Address(NamedTuple):
@@ -72,7 +78,13 @@ class Address(NamedTuple):
     worker: bytes
 
     def encode(self) -> bytes:
+        """Raises ValueError when UCX has more devices than fit a ping."""
         name = str(self.identity).encode()
+        if len(name) + len(self.worker) + 64 > CONTROL_BYTES:
+            raise ValueError(
+                f"UCX's address has {len(self.worker)} bytes; accepted: {CONTROL_BYTES - 200}; "
+                "name fewer devices in UCX_NET_DEVICES"
+            )
         return _ADDRESS.pack(_MAGIC, self.fabric_id, len(name)) + name + self.worker
 
     @classmethod

@@ -145,11 +145,11 @@ class _Servant:
         self._fabric = UcxFabric(identity)
         self._maps = MappedPeers()
         self._arenas: list[Any] = []
+        self._ended = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
 
         def command() -> None:
             try:
@@ -160,10 +160,10 @@ class _Servant:
                     task.add_done_callback(self._tasks.discard)
             except EOFError:
                 loop.remove_reader(self._pipe.fileno())
-                ended.set()
+                self._ended.set()
 
         loop.add_reader(self._pipe.fileno(), command)
-        await ended.wait()
+        await self._ended.wait()
 
     async def _run(self, ticket: int, op: str, arguments: dict[str, Any]) -> None:
         start = time.monotonic()
@@ -190,14 +190,11 @@ class _Servant:
         size: int,
         segments: Segments,
         within: float = 10.0,
-        die_at: int | None = None,
-        stop_at: int | None = None,
-        cancel_at: int | None = None,
+        **acts: int,
     ) -> dict[str, Any]:
-        watch = _killer(die_at) or _stopper(stop_at) or _canceller(cancel_at)
-        moved = await self._fabric.send(
-            to, tag, content(seed, size), segments, time.monotonic() + within, watch
-        )
+        watch = _acting(**acts)
+        source = await asyncio.to_thread(content, seed, size)
+        moved = await self._fabric.send(to, tag, source, segments, time.monotonic() + within, watch)
         return {"moved": moved}
 
     async def receive(
@@ -207,16 +204,15 @@ class _Servant:
         size: int,
         segments: Segments,
         within: float = 10.0,
-        die_at: int | None = None,
-        stop_at: int | None = None,
-        cancel_at: int | None = None,
+        **acts: int,
     ) -> dict[str, Any]:
-        target = np.full(size, 0xEE, dtype=np.uint8)
-        watch = _killer(die_at) or _stopper(stop_at) or _canceller(cancel_at)
+        target = await asyncio.to_thread(np.full, size, 0xEE, dtype=np.uint8)
+        watch = _acting(**acts)
         moved = await self._fabric.receive(
             source, tag, target, segments, time.monotonic() + within, watch
         )
-        return {"moved": moved, **_seen(target, segments)}
+        at = time.monotonic()
+        return {"moved": moved, "at": at, **await asyncio.to_thread(_seen, target, segments)}
 
     async def serve_arena(self, path: str, seed: int, size: int) -> None:
         arena = SharedArena(size)
@@ -236,12 +232,19 @@ class _Servant:
         die_at: int | None = None,
         kill_at: tuple[int, int] | None = None,
     ) -> dict[str, Any]:
-        buffer = np.full(size, 0xEE, dtype=np.uint8)
+        buffer = await asyncio.to_thread(np.full, size, 0xEE, dtype=np.uint8)
         deadline = time.monotonic() + within
         peer = await self._maps.get(path, identity, deadline)
         watch = _killer(die_at) if kill_at is None else _killer(kill_at[1], kill_at[0])
         moved = await peer.copy(source, buffer, target, deadline, watch)
-        return {"moved": moved, **_seen(buffer, target)}
+        return {"moved": moved, **await asyncio.to_thread(_seen, buffer, target)}
+
+    async def close(self) -> None:
+        await self._fabric.close()
+        await self._fabric.close()
+
+    async def leave(self) -> None:
+        self._ended.set()
 
     async def torch_view(self) -> float:
         import torch
@@ -268,13 +271,22 @@ def _seen(target: np.ndarray, segments: Segments) -> dict[str, Any]:
     return {
         "digest": digest(np.concatenate(pieces)),
         "others_untouched": bool((target[~mask] == 0xEE).all()),
-        "at": time.monotonic(),
     }
 
 
 def _resident() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGESIZE")
+
+
+def _acting(
+    die_at: int | None = None,
+    stop_at: int | None = None,
+    cancel_at: int | None = None,
+    raise_at: int | None = None,
+) -> Any:
+    """An `on_bytes` that does something at that many bytes."""
+    return _killer(die_at) or _stopper(stop_at) or _canceller(cancel_at) or _raiser(raise_at)
 
 
 def _killer(at: int | None, pid: int | None = None) -> Any:
@@ -310,6 +322,17 @@ def _stopper(at: int | None) -> Any:
         if count >= at and not stopped:
             stopped = True
             os.kill(os.getpid(), signal.SIGSTOP)
+
+    return watch
+
+
+def _raiser(at: int | None) -> Any:
+    if at is None:
+        return None
+
+    def watch(count: int) -> None:
+        if count >= at:
+            raise ZeroDivisionError("the callback is broken")
 
     return watch
 

@@ -128,6 +128,45 @@ def test_a_stalled_peer_is_given_up_and_the_rest_goes_on(cast, stops):
     expect_good_transfer(cast.survivor, cast.victim, 3)
 
 
+@pytest.mark.parametrize("stops", ["source", "target"])
+def test_a_stalled_peer_that_dies_at_last(cast, stops):
+    size = 4 * BIG
+    for round_ in range(3):
+        ends = (cast.victim, cast.survivor)
+        extra = {f"{stops}_extra": {"stop_at": 2 * MIB}}
+        source, target = ends if stops == "source" else ends[::-1]
+        _, sending, receiving = move(source, target, size, [(0, size)], [(0, size)], **extra)
+        ticket = receiving if stops == "source" else sending
+        assert cast.survivor.reply(ticket)["error"] == "PeerLost"
+        cast.victim.signal(signal.SIGKILL)
+        cast.victim.gone()
+        cast.restart()
+        expect_good_transfer(cast.victim, cast.survivor, round_)
+        expect_good_transfer(cast.survivor, cast.victim, round_)
+    assert cast.survivor.alive
+
+
+def test_stalls_leave_nothing_behind(cast):
+    """The chunks that a stopped peer was granted come back, as does the line."""
+    size, usage = 4 * BIG, []
+    for _ in range(5):
+        _, theirs, ticket = move(
+            cast.victim,
+            cast.survivor,
+            size,
+            [(0, size)],
+            [(0, size)],
+            source_extra={"stop_at": 2 * MIB},
+        )
+        assert cast.survivor.reply(ticket)["error"] == "PeerLost"
+        cast.victim.signal(signal.SIGCONT)
+        assert cast.victim.reply(theirs)["error"] == "PeerLost"
+        expect_good_transfer(cast.victim, cast.survivor, 1)
+        usage.append(cast.survivor.call("usage"))
+    assert usage[-1]["rss"] - usage[0]["rss"] < 16 * MIB
+    assert usage[-1]["fds"] <= usage[0]["fds"]
+
+
 def test_a_newer_epoch_retires_the_older(cast):
     old = cast.victim
     old_address = old.call("address")
