@@ -28,7 +28,7 @@ from blitzd.node.restore import restore
 from blitzd.node.workers import WorkerPool
 
 STALLED_S = 2.0
-"""A driver that has not turned for so long is not alive; it ticks every 50 ms."""
+"""A driver that has not turned for so long is not alive; it ticks twice a second at least."""
 
 
 ADOPTED = frozenset(

@@ -27,6 +27,8 @@ from blitzd.proto.blitzd.engine import v1 as pb
 
 INBOX_BOUND = 4096
 TICK_S = 0.05
+QUIET_TICK_S = 0.5
+"""While nothing runs that has a deadline."""
 GROUP_SYNC_S = 0.005
 """Half of the promised 10 ms, since the sync itself takes time."""
 
@@ -258,6 +260,9 @@ class Driver:
 
     async def _tick(self) -> None:
         while True:
+            if not self.core.state.requests and not self._backlog:
+                with anyio.move_on_after(QUIET_TICK_S):
+                    await self.turned.wait()
             await anyio.sleep(TICK_S)
             if self._backlog:
                 self._flush()
