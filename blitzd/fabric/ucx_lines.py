@@ -1,5 +1,6 @@
 """The lines to all peers. Made, used and released on the fabric's thread."""
 
+import logging
 import secrets
 from collections.abc import Callable
 
@@ -9,6 +10,8 @@ from blitzd.fabric.ucx_peer import EarlyWords, UcxPeer
 from blitzd.fabric.ucx_transfer import Job
 from blitzd.fabric.ucx_wire import TAG_BITS, Address, Control, Kind
 from blitzd.fabric.ucx_worker import UcxWorker
+
+log = logging.getLogger(__name__)
 
 LINES = 1024
 """Peers beyond it are not connected back to; our own transfers always are."""
@@ -65,9 +68,12 @@ class UcxLines:
             peer.excuse()
 
     def end(self, reason: str) -> None:
+        """Ends every transfer, and tells the peers by closing."""
         for peer in list(self._peers.values()):
-            self._lose(peer, reason)
-        self.worker.progress_all()
+            try:
+                self._lose(peer, reason)
+            except self.worker.error:
+                log.exception("closing the line to %s", peer.name)
 
     def _begin(self, address: Address, job: Job, start: Callable[[UcxPeer, Job], None]) -> None:
         try:

@@ -1,8 +1,9 @@
 """The line to one peer: its endpoint, what is open over it, and the watch on its pulse."""
 
 from collections import OrderedDict, deque
+from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +18,8 @@ STALL_S = 0.5
 PING_S = 0.1
 EARLY_LIMIT = 256
 CLOSE_NS = 100_000_000
+
+T = TypeVar("T", Outgoing, Incoming)
 
 
 @dataclass(slots=True)
@@ -142,8 +145,7 @@ class UcxPeer:
         if early.done:
             transfer.done(early.expected)
             return
-        self._begin()
-        self._outgoing[job.tag] = transfer
+        self._open_up(self._outgoing, transfer)
         if early.granted:
             transfer.grant(early.granted, early.expected)
 
@@ -152,15 +154,17 @@ class UcxPeer:
             job.finish(PeerLost(f"{self.name} gave the transfer up"))
             return
         self._refuse_twice(self._incoming, job)
-        self._begin()
-        self._incoming[job.tag] = Incoming(job, self)
+        self._open_up(self._incoming, Incoming(job, self))
 
-    def _refuse_twice(self, among: Any, job: Job) -> None:
+    def _refuse_twice(self, among: Container[int], job: Job) -> None:
         if job.tag in among:
             raise FabricError(f"tag {job.tag} is in use with {self.name}; draw one a transfer")
 
-    def _begin(self) -> None:
-        if not self.busy:
+    def _open_up(self, among: dict[int, T], transfer: T) -> None:
+        was_idle = not self.busy
+        # Before anything is said: if the line turns out to be down, the caller hears of it.
+        among[transfer.job.tag] = transfer
+        if was_idle:
             self._alive()
             self._ping()
 
@@ -272,7 +276,6 @@ class UcxPeer:
         """The endpoint is down: ends everything open over it. Other peers do not notice."""
         self._alive()
         error = PeerLost(f"{self.name}: {reason}")
-        self._worker.disconnect(self._endpoint, CLOSE_NS)
         for transfer in self._open():
             transfer.lost(error)
         for request, array in self._speaking:
@@ -280,3 +283,4 @@ class UcxPeer:
         self._outgoing.clear()
         self._incoming.clear()
         self._speaking.clear()
+        self._worker.disconnect(self._endpoint, CLOSE_NS)

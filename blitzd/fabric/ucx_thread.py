@@ -40,6 +40,8 @@ class UcxThread:
         self._started = threading.Event()
         self._failure: BaseException | None = None
         self.address = b""
+        self.held = 0
+        """Buffers of ended transfers that UCX has yet to let go of."""
         self._thread = threading.Thread(target=self._run, name="ucx", daemon=True)
         self._thread.start()
         if not self._started.wait(START_S):
@@ -112,6 +114,7 @@ class UcxThread:
                 moved = self._obey(lines)
                 moved |= lines.turn()
                 busy = lines.busy
+                self.held = worker.retired
                 if worker.now >= next_tick:
                     lines.tick()
                     next_tick = worker.now + (TICK_S if busy else IDLE_S)

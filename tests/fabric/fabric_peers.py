@@ -258,6 +258,7 @@ class _Servant:
         return {
             "fds": len(os.listdir("/proc/self/fd")),
             "rss": _resident(),
+            "held": self._fabric.held_buffers,
             "cpu": times.user + times.system,
         }
 

@@ -104,6 +104,7 @@ def test_a_hundred_kills_in_mid_transfer(cast, dies):
     first, last = usage[WARM - 1], usage[ROUNDS - 1]
     assert last["fds"] <= first["fds"]
     assert last["rss"] - first["rss"] < 32 * MIB
+    assert last["held"] == 0
     assert cast.spared >= ROUNDS // 4
 
 
