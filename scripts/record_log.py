@@ -29,6 +29,8 @@ from tests.corpus import LOGS, Expected
 RECORDS_MAX = 1100
 """Of a log. Enough for a state hash in it, small enough for a repository."""
 SEGMENT_BYTES = 24 << 10
+HASH_EVERY = 25
+"""Records between two hashes of `expected.json`."""
 
 
 def record(*names: str) -> None:
@@ -38,23 +40,25 @@ def record(*names: str) -> None:
         directory = LOGS / f"v{CORE_VERSION}-{name if name == 'pairs' else f'seed{name}'}"
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
-        state = _write(directory / "log", records)
-        expected = Expected(CORE_VERSION, state.seq, state.hash())
+        expected = _write(directory / "log", records)
         encoded = msgspec.json.format(msgspec.json.encode(expected))
         (directory / "expected.json").write_bytes(encoded + b"\n")
-        print(f"{directory.name}: {state.seq} records, hash {state.hash()}")
+        print(f"{directory.name}: {expected.last_seq} records, hash {expected.hash}")
 
 
-def _write(directory: Path, records: list[Record]) -> ClusterState:
+def _write(directory: Path, records: list[Record]) -> Expected:
     state = ClusterState()
+    hashes: dict[int, str] = {}
     writer = LogWriter.open(directory, Identity("corpus", "", "test"), segment_bytes=SEGMENT_BYTES)
     for turn in itertools.takewhile(lambda turn: turn[-1].seq <= RECORDS_MAX, _turns(records)):
         writer.append(turn)
         writer.sync()
         replay(state, turn)
+        if state.seq // HASH_EVERY > max(hashes, default=0) // HASH_EVERY:
+            hashes[state.seq] = state.hash()
     writer.close()
     (directory / "lock").unlink()
-    return state
+    return Expected(CORE_VERSION, state.seq, state.hash(), hashes)
 
 
 def _turns(records: list[Record]) -> list[list[Record]]:

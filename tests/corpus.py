@@ -11,6 +11,8 @@ class Expected(msgspec.Struct, frozen=True):
     core_version: int
     last_seq: int
     hash: str
+    hashes: dict[int, str]
+    """Of the state on the way there, by sequence: what comes and goes shows in these only."""
 
 
 def corpus() -> list[Path]:

@@ -12,7 +12,7 @@ from blitzd.fsm.folding import (
     request_of,
     require_idle,
 )
-from blitzd.fsm.request import next_request_state
+from blitzd.fsm.request import RequestState, next_request_state
 from blitzd.fsm.state import ClusterState
 from blitzd.fsm.table import ReplicaState
 
@@ -106,6 +106,8 @@ def _(state: ClusterState, event: ev.MutationFinished, record: Record) -> None:
     flushed = [request_of(state, request_id) for request_id in event.request_ids]
     moves = [(r, next_request_state(r.id, r.state, "stay")) for r in flushed]
     for request in flushed:
+        if request.state is not RequestState.MIGRATING:
+            raise IllegalEvent(f"request {request.id} is {request.state}: its KV is not whole")
         if request.source != replica.id or request.lease_id:
             raise IllegalEvent(f"request {request.id} is not only on {replica.id}")
     if len(flushed) != len(state.requests_on(replica.id)):

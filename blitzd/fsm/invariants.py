@@ -88,11 +88,13 @@ def _requests(state: ClusterState) -> Iterator[str]:
         has = (bool(request.source), bool(request.target), bool(request.lease_id))
         if has not in wanted:
             yield f"request {request.id} is {request.state} with source, target, lease {has}"
-        for replica_id, epoch in (
-            (request.source, request.source_epoch),
-            (request.target, request.target_epoch),
+        for replica_id, epoch, blocks in (
+            (request.source, request.source_epoch, request.source_blocks),
+            (request.target, request.target_epoch, request.target_blocks),
         ):
             if not replica_id:
+                if epoch or blocks:
+                    yield f"request {request.id} has {blocks} blocks of epoch {epoch} nowhere"
                 continue
             replica = state.replicas.get(replica_id)
             if replica is None or replica.epoch != epoch or replica.worker != "attached":
