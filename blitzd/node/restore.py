@@ -6,10 +6,10 @@ from typing import TypeVar
 
 import structlog
 
-from blitzd.events import LogError, LogReader, OsDisk
+from blitzd.events import LogError, LogReader, OsDisk, Record
 from blitzd.events.snapshot import read_snapshot, snapshot_path, snapshot_seqs
 from blitzd.fsm import ClusterState, fold
-from blitzd.fsm.replaying import HashDiffers, check_hash, state_of
+from blitzd.fsm.replaying import HashDiffers, replay, state_of
 
 log = structlog.get_logger()
 
@@ -61,10 +61,18 @@ def restore(state_dir: Path) -> ClusterState:
             f"{reader.directory}: the log begins at record {reader.first_seq}, and no snapshot"
             f" that can be read covers the {reader.first_seq - 1} records before it"
         )
-    for record in reader.records(state.seq + 1):
+    for batch in reader.batches(state.seq + 1):
+        _fold(state, batch)
+    return state
+
+
+def _fold(state: ClusterState, records: list[Record]) -> None:
+    while records:
         try:
-            check_hash(state, record)
+            replay(state, records)
+            return
         except HashDiffers as difference:
             log.error("the log's state is not what its writer had", reason=str(difference))
-        fold(state, record)
-    return state
+            [at] = [i for i, record in enumerate(records) if record.seq == difference.seq]
+            fold(state, records[at])
+            records = records[at + 1 :]

@@ -163,9 +163,13 @@ def test_a_hash_that_differs_is_reported_and_the_log_is_believed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = Record(RECORDS[-1].seq + 1, 0, RECORDS[-1].mono_ns, 0, ev.StateHashed("0" * 64))
-    write(tmp_path, [*RECORDS, wrong])
+    after = ev.ScaleSet(1, 1)
+    write(tmp_path, [*RECORDS, wrong, Record(wrong.seq + 1, 0, wrong.mono_ns, 0, after)])
     state = restore(tmp_path)
-    assert state.hash() == whole().hash()
+    expected = whole()
+    expected.node.wanted_prefill = expected.node.wanted_decode = 1
+    expected.touch("node", 0)
+    assert (state.seq, state.hash()) == (wrong.seq + 1, expected.hash())
     assert f"record {wrong.seq} says that the state's hash was 000" in capsys.readouterr().out
 
 
