@@ -1,11 +1,12 @@
 """Moments of a log as people name them: a sequence, a time, seconds after its start."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal, Self
 
-from blitzd.events import LogError, LogReader
+from blitzd.events import LogError
 from blitzd.events.record import Record
 from blitzd.fsm.timeline import Timeline
 
@@ -40,21 +41,22 @@ class Point:
             raise ValueError(f"{text!r} is no point of a log; accepted: {ACCEPTED}")
         return cls("wall_us", (moment - _EPOCH) // timedelta(microseconds=1), text)
 
-    def sequence(self, reader: LogReader) -> int:
-        """Of the last record at or before it. Times are compared in microseconds, as they are
-        printed; where the wall clock jumps, the first record after the point ends the search.
+    def sequence(self, records: Iterable[Record]) -> int:
+        """Of the last of `records`, a whole log, at or before it. Times are compared in
+        microseconds, as they are printed; where the wall clock jumps, the first record after
+        the point ends the search.
 
-        Raises LogError when the log begins after it, and what reading raises.
+        Raises LogError when the log begins after it.
         """
         if self.kind == "seq":
             return self.value
         timeline, last = Timeline(), 0
-        for record in reader.records():
+        for record in records:
             if self._is_before(record, timeline.at(record)):
                 break
             last = record.seq
         if not last:
-            raise LogError(f"{reader.directory}: no record is as old as {self.text}")
+            raise LogError(f"no record is as old as {self.text}")
         return last
 
     def _is_before(self, record: Record, since_ns: int) -> bool:

@@ -10,6 +10,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from blitzd.cli.log_points import Point
 from blitzd.events import LogError, LogReader, OsDisk
 from blitzd.events.record import Record
 from blitzd.events.segment import segment_sizes
@@ -61,19 +62,28 @@ class LogSource:
             f"{reach} to begin from"
         )
 
+    def sequence(self, point: Point) -> int:
+        """Raises LogError when the log begins after the point."""
+        with self.bar("searching"):
+            return point.sequence(r for batch in self._read(None) for r in batch)
+
     def batches(self, state: ClusterState, until: int | None = None) -> Iterator[list[Record]]:
         """What follows `state`, up to record `until`."""
         if until is not None and until <= state.seq:
             return
-        with self.reader.cursor(state.seq + 1) as cursor:
+        for batch in self._read(state.seq + 1):
+            if until is not None and batch[-1].seq >= until:
+                yield [record for record in batch if record.seq <= until]
+                return
+            yield batch
+
+    def _read(self, from_seq: int | None) -> Iterator[list[Record]]:
+        with self.reader.cursor(from_seq) as cursor:
             while batch := cursor.read():
                 if self._progress is not None:
                     segment, offset = cursor.place
                     behind = sum(size for seq, size in self._sizes.items() if seq < segment)
                     self._progress.update(self._task, completed=behind + offset)
-                if until is not None and batch[-1].seq >= until:
-                    yield [record for record in batch if record.seq <= until]
-                    return
                 yield batch
 
     def records(self, state: ClusterState, until: int | None = None) -> Iterator[Record]:

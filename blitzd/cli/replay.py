@@ -94,7 +94,7 @@ def replay(
         return _usage(f"{'--until' if until is not None else '--diff'} {error}")
     with _failures():
         source = LogSource(directory)
-        last = end.sequence(source.reader) if end else None
+        last = source.sequence(end) if end else None
         if between is not None:
             return _diff(source, between, json)
         if request is not None:
@@ -155,7 +155,7 @@ def _placed(state: ClusterState) -> Iterator[None]:
 
 
 def _diff(source: LogSource, between: tuple[Point, Point], json: bool) -> int:
-    first, last = (point.sequence(source.reader) for point in between)
+    first, last = map(source.sequence, between)
     if first > last:
         return _usage(f"--diff {between[0].text} {between[1].text}: the first point is later")
     state = source.begin(WatchedState, first)

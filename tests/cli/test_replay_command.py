@@ -197,6 +197,17 @@ def test_a_hash_that_differs_is_named(replay: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "t.json").exists()
 
 
+@pytest.mark.parametrize(("terminal", "shown"), [("1", True), ("0", False)])
+def test_a_person_sees_how_far_a_long_log_is_read(
+    replay: Any, log: Path, monkeypatch: pytest.MonkeyPatch, terminal: str, shown: bool
+) -> None:
+    monkeypatch.setattr("blitzd.cli.log_source.BAR_FROM_BYTES", 0)
+    monkeypatch.setenv("TTY_COMPATIBLE", terminal)
+    answer = replay(log, "--json")
+    assert ("folding" in answer.err) == shown
+    assert answer.json["seq"] == LAST_SEQ
+
+
 # Questions.
 
 
