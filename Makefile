@@ -8,12 +8,14 @@ BIN := .venv/bin
 venv: .venv/.stamp
 
 .venv/.stamp: pyproject.toml constraints.txt
+	@echo "setting up .venv: 1.7 GB with torch, a few minutes"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# Options of `blitzd up` go into ARGS: make up ARGS="--port 8000 --decode 2"
 up: venv
-	$(BIN)/blitzd up
+	$(BIN)/blitzd up $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

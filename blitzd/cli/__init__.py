@@ -9,12 +9,15 @@ import blitzd
 
 app = cyclopts.App(name="blitzd", help=blitzd.__doc__, version=blitzd.__version__)
 
-app.command("blitzd.cli.serve:up", name="up")
-app.command("blitzd.cli.worker:worker", name="worker")
-app.command("blitzd.cli.model:app", name="model")
-app.command("blitzd.cli.log:app", name="log")
-app.command("blitzd.cli.replay:replay", name="replay")
-app.command("blitzd.cli.sim:app", name="sim")
+for name, where, text in (
+    ("up", "serve:up", "Serve a model with prefill and decode in processes of their own."),
+    ("model", "model:app", "Fetch, list and look into models."),
+    ("log", "log:app", "Look into the event log on disk, check it, repair it."),
+    ("replay", "replay:replay", "Fold a log: states, stories, reasons, traces."),
+    ("sim", "sim:app", "The scheduler lab, placement search and KV accounting."),
+    ("worker", "worker:worker", "One engine worker. The daemon starts it."),
+):
+    app.command(f"blitzd.cli.{where}", name=name, help=text)
 
 
 def main() -> None:

@@ -175,6 +175,8 @@ def verify_log(directory: Path, *, json: bool = False) -> int:
         _show(report, json)
     else:
         _print_report(report)
+        if not report.ok:
+            _print_remedy(directory)
     return 0 if report.ok else 1
 
 
@@ -356,6 +358,14 @@ def _print_report(report: Report) -> None:
         lost = f"; records from {problem.first_lost} on" if problem.first_lost else ""
         print(f"PROBLEM   {place}{problem.reason}{lost}")
     print("ok" if report.ok else "NOT OK")
+
+
+def _print_remedy(directory: Path) -> None:
+    """What a start would say. It counts by append, so it may give up more than is damaged."""
+    try:
+        inspect(OsDisk(), _reader(directory).directory)
+    except LogError as error:
+        print(f"a daemon does not start on it: {error}")
 
 
 def _print_stats(found: dict[str, Any], first: Record | None, last: Record | None) -> None:

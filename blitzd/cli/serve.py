@@ -1,6 +1,8 @@
 """`blitzd up`: a model served on this machine, with everything it takes."""
 
 import asyncio
+import errno
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -16,7 +18,7 @@ from blitzd.engine import catalogue
 from blitzd.engine.kv_geometry import KvGeometry
 from blitzd.engine.layout import read_model_file
 from blitzd.engine.prepare import prepare
-from blitzd.events import LogError
+from blitzd.events import LogError, LogLocked
 from blitzd.fsm import IllegalEvent, IllegalTransition
 from blitzd.http.server import serve
 from blitzd.node.config import NodeConfig
@@ -49,7 +51,8 @@ def up(
     Parameters
     ----------
     model
-        A name of the catalogue (fetched if it is not here) or the path of a GGUF file.
+        A name of the catalogue (fetched if it is not here), or the path of a GGUF file or of
+        a directory with config.json and safetensors.
     host
         Where the OpenAI API listens. The admin API never leaves this machine.
     port
@@ -57,13 +60,14 @@ def up(
     admin_port
         Of the admin API.
     state_dir
-        Where the event log is kept.
+        Where the event log is kept: $STATE_DIRECTORY, /var/lib/blitzd if it is there, else
+        $XDG_STATE_HOME/blitzd (~/.local/state/blitzd).
     prefill
         Replicas that compute prompts.
     decode
         Replicas that make the tokens after the first.
     spare
-        Workers without a model, to become either.
+        Workers without a model, for when replicas are added (nothing adds them yet).
     dtype
         Of weights and KV.
     same_node
@@ -74,14 +78,19 @@ def up(
         Compute threads of each worker.
     """
     _log_to_stderr()
+    state_dir = state_dir or default_state_dir()
     try:
+        if port and port == admin_port:
+            raise ValueError(f"--port and --admin-port are both {port}; two ports are needed")
         entry = catalogue.CATALOGUE.get(model)
-        if entry is not None:
+        if entry is not None and not catalogue.is_pulled(entry):
+            print(f"fetching {entry.name} ({entry.bytes >> 20} MiB, {entry.licence})", flush=True)
             catalogue.pull(model)
         source = catalogue.resolve(model)
+        print(f"model {source.name} as {dtype}", flush=True)
         model_dir = prepare(source, dtype, catalogue.prepared_dir())
         config = NodeConfig(
-            state_dir=state_dir or default_state_dir(),
+            state_dir=state_dir,
             model_dir=model_dir,
             model_name=entry.name if entry else Path(model).stem,
             temperature=entry.temperature if entry else 1.0,
@@ -92,18 +101,23 @@ def up(
             port=port,
             admin_port=admin_port,
             same_node=same_node,
-            kv_blocks=_kv_blocks(model_dir, kv_mib << 20),
+            kv_blocks=_kv_blocks(model_dir, kv_mib << 20, prefill + decode),
             worker_threads=threads,
         )
         daemon = NodeDaemon(config)
     except (ValueError, OSError, TimeoutError, catalogue.PullError) as error:
         return _refuse(str(error))
+    except LogLocked as error:
+        return _refuse(str(error))
     except (LogError, IllegalEvent, IllegalTransition) as error:
-        return _refuse(f"{error}\nlook closer with: blitzd log verify {config.state_dir}")
+        return _refuse(f"{error}\nlook closer with: blitzd log verify {state_dir}")
+    count = len(config.replicas())
+    print(f"starting {count} workers; log in {state_dir / 'log'}", flush=True)
     try:
         uvloop.run(_run(daemon))
     except OSError as error:
-        # A port that is taken, most of all.
+        if error.errno == errno.EADDRINUSE:
+            return _refuse(f"port {port} or {admin_port} is taken; see --port and --admin-port")
         return _refuse(str(error))
     return 0
 
@@ -117,7 +131,13 @@ def _log_to_stderr() -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
-def _kv_blocks(model_dir: Path, kv_bytes: int) -> int:
+def _kv_blocks(model_dir: Path, kv_bytes: int, replicas: int) -> int:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if kv_bytes * replicas > memory:
+        raise ValueError(
+            f"--kv-mib: {kv_bytes >> 20} MiB for each of {replicas} replicas;"
+            f" this machine has {memory >> 20} MiB"
+        )
     config = read_model_file(model_dir).config
     block_bytes = KvGeometry.of(config, blocks=1).block_bytes
     blocks = kv_bytes // block_bytes
@@ -134,8 +154,14 @@ async def _run(daemon: NodeDaemon) -> None:
     stops: set[asyncio.Task[None]] = set()
 
     def stop(name: str) -> None:
-        # A second signal does not wait for what is running.
         drain_s = 0.0 if stops else daemon.config.drain_s
+        if not stops:
+            running = len(daemon.core.state.requests)
+            print(
+                f"stopping: {running} requests may take {drain_s:.0f} s more;"
+                " a second signal stops at once",
+                flush=True,
+            )
         stops.add(loop.create_task(daemon.stop(name, drain_s)))
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -174,6 +200,9 @@ async def _greet(daemon: NodeDaemon) -> None:
         f'    -d \'{{"model":"{config.model_name}","stream":true,"messages":'
         '[{"role":"user","content":"What is the capital of France?"}]}\'',
         "",
-        "Ctrl-C stops it, after what is running has finished.",
+        f"Look back:  blitzd log verify {config.state_dir}",
+        f"            blitzd replay {config.state_dir} --state",
+        "",
+        f"Ctrl-C stops it; what runs then has {config.drain_s:.0f} s to finish.",
     ]
     print("\n".join(lines), flush=True)

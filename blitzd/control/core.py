@@ -108,9 +108,11 @@ def _drain(turn: Turn) -> None:
     node = turn.state.node
     if node.phase != "draining":
         return
-    if turn.mono_ns >= node.drain_deadline_ns:
+    reason = "drained"
+    if turn.state.requests and turn.mono_ns >= node.drain_deadline_ns:
+        reason = f"{len(turn.state.requests)} requests were cut off"
         for request in list(turn.state.requests.values()):
-            requests.fail(turn, request, "shutdown", "the server's drain deadline has passed")
+            requests.fail(turn, request, "shutdown", "the server stopped before it could finish")
     if turn.state.requests:
         return
     for replica in turn.state.replicas.values():
@@ -118,5 +120,5 @@ def _drain(turn: Turn) -> None:
             turn.command(EndWorker(replica.id, replica.epoch))
             replicas.break_pair(turn, replica, "the server stopped")
             turn.emit(ev.WorkerLost(replica.id, replica.epoch, "the server stopped", 0))
-    turn.emit(ev.NodeStopped("drained"))
+    turn.emit(ev.NodeStopped(reason))
     turn.command(ShutDown())

@@ -19,8 +19,8 @@ class LogCorrupt(LogError):
     ) -> None:
         super().__init__(
             f"{file}: offset {offset}: {reason}. Records {first_lost} and later would be lost, "
-            f"the last good one is {last_good}. Restore the file, or give them up knowingly "
-            f"with accept-loss {first_lost}"
+            f"the last good one is {last_good}. Restore the file, or give them up knowingly: "
+            f"blitzd log repair {file.parent} --accept-loss {first_lost}"
         )
         self.file = file
         self.offset = offset
@@ -35,7 +35,7 @@ class LogLocked(LogError):
     def __init__(self, directory: Path, holder: str) -> None:
         super().__init__(
             f"{directory} is being written by process {holder}: stop it first, "
-            "or give this daemon a state directory of its own"
+            "or give this daemon a --state-dir of its own"
         )
         self.directory = directory
         self.holder = holder

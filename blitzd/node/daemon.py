@@ -1,6 +1,7 @@
 """The node daemon: log, core, driver and workers put together, and its public face."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -84,6 +85,8 @@ class NodeDaemon:
                 await self.driver.post(boot)
                 await self.driver.run(self.pool)
                 await self.pool.close()
+                with contextlib.suppress(OSError):  # something else is in it
+                    runtime_dir(self.config.state_dir).rmdir()
         finally:
             await anyio.to_thread.run_sync(self._writer.close)
 

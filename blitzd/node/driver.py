@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
+import msgspec
 import structlog
 
 from blitzd.control.commands import BEGINS, Command, ShutDown
@@ -273,7 +274,10 @@ class Driver:
         self._workers.perform(command, self.live.get(getattr(command, "request_id", 0)))
 
     def _tell(self, event: Payload) -> None:
-        """Lets clients know what was decided about their requests."""
+        """Lets clients know what was decided about their requests, and people what went
+        wrong."""
+        if isinstance(event, ev.LoadFailed | ev.MigrationFailed):
+            log.warning(type(event).__name__, **msgspec.structs.asdict(event))
         teller = TELLERS.get(type(event))
         if teller is None:
             return

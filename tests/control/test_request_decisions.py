@@ -253,8 +253,9 @@ def test_the_drain_deadline_ends_what_is_left_with_a_reason() -> None:
     world = Harness().serving("prefill", "decode")
     world.arrive(1)
     world.feed(ev.StopRequested("SIGTERM", world.now + 1000 * MS))
-    failed = only(world.after(ms=1000), ev.RequestFailed)
-    assert failed.code == "shutdown"
+    events = world.after(ms=1000)
+    assert only(events, ev.RequestFailed).code == "shutdown"
+    assert only(events, ev.NodeStopped).reason == "1 requests were cut off"
     assert world.commanded(ShutDown)
 
 
