@@ -271,14 +271,16 @@ def _raise_one(turn: Turn, role: str) -> bool:
 
 
 def _lower_one(turn: Turn, role: str) -> bool:
-    """What serves nothing yet goes first, then what is idle, then what has least to finish."""
+    """What serves nothing yet goes first, then what is idle, then what has least to finish;
+    never the last that serves, while others of its role still load."""
     replicas = _of_role(turn, role)
     for replica in replicas:
         if replica.state in (S.INACTIVE, S.FAILED):
             turn.emit(ev.RoleAssigned(replica.id, "spare"))
             return True
-    chosen = _idlest(turn, [r for r in replicas if r.state is SERVING_AS[role]])
-    if chosen is None:
+    serving = [r for r in replicas if r.state is SERVING_AS[role]]
+    chosen = _idlest(turn, serving)
+    if chosen is None or len(serving) < 2:
         return False
     if role == "decode" and not turn.state.requests_on(chosen.id):
         turn.emit(ev.ReplicaExpired(chosen.id, chosen.epoch, "scale"))
