@@ -276,7 +276,8 @@ class Driver:
     def _tell(self, event: Payload) -> None:
         """Lets clients know what was decided about their requests, and people what went
         wrong."""
-        if isinstance(event, ev.LoadFailed | ev.MigrationFailed):
+        failed_for_good = isinstance(event, ev.MigrationFailed) and not event.retry_ns
+        if isinstance(event, ev.LoadFailed) or failed_for_good:
             log.warning(type(event).__name__, **msgspec.structs.asdict(event))
         teller = TELLERS.get(type(event))
         if teller is None:

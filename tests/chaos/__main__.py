@@ -1,9 +1,12 @@
 """`python -m tests.chaos --seeds N [--first S]` or `--seed S --verbose`."""
 
 import argparse
+import logging
 import sys
 import time
 import traceback
+
+import structlog
 
 from tests.chaos.world import run_seed
 
@@ -15,6 +18,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
+    if not args.verbose:
+        quiet = structlog.make_filtering_bound_logger(logging.CRITICAL)
+        structlog.configure(wrapper_class=quiet)
     seeds = range(args.first, args.first + args.seeds) if args.seed is None else [args.seed]
     started = time.perf_counter()
     failed, records, virtual_s = 0, 0, 0.0
