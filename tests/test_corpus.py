@@ -15,7 +15,7 @@ from blitzd.fsm.invariants import violations
 from blitzd.fsm.replaying import replay_one
 from tests.corpus import LOGS, corpus, expected_of
 
-LOG_BYTES_MAX = 300 << 10
+LOG_BYTES_MAX = 400 << 10
 
 
 @pytest.fixture(params=corpus(), ids=lambda path: path.name)
