@@ -15,6 +15,7 @@ for name, where, text in (
     ("log", "log:app", "Look into the event log on disk, check it, repair it."),
     ("replay", "replay:replay", "Fold a log: states, stories, reasons, traces."),
     ("sim", "sim:app", "The scheduler lab, placement search and KV accounting."),
+    ("bench", "bench:app", "How fast the parts are, on this machine."),
     ("worker", "worker:worker", "One engine worker. The daemon starts it."),
 ):
     app.command(f"blitzd.cli.{where}", name=name, help=text)

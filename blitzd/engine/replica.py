@@ -70,12 +70,12 @@ def open_replica(
     torch.set_num_threads(options.threads)
     if blocks_total < 1:
         raise InvalidField(f"blocks_total: {blocks_total}; at least one KV block is needed")
-    device = _device(prepared.config, options)
+    device = model_device(prepared.config, options)
     arena = Arena(prepared.config, prepared.layout, prepared.weights, device)
     geometry = KvGeometry.of(arena.config, blocks_total)
     kv = SharedArena(geometry.bytes, name="blitzd-kv")
     cache = KvCache(geometry, kv.buffer, device)
-    executor = _executor(arena, cache, options)
+    executor = build_executor(arena, cache, options)
     scheduler = Scheduler(
         BlockManager(blocks_total, geometry.block_tokens),
         context_tokens=prepared.config.context_tokens,
@@ -89,7 +89,7 @@ def open_replica(
     return Replica(prepared.directory, arena, geometry, kv, cache, steps)
 
 
-def _device(config: ModelConfig, options: ReplicaOptions) -> torch.device | None:
+def model_device(config: ModelConfig, options: ReplicaOptions) -> torch.device | None:
     """None for the host. Raises InvalidField when the model cannot run on the device."""
     if options.device == "cpu":
         return None
@@ -98,7 +98,8 @@ def _device(config: ModelConfig, options: ReplicaOptions) -> torch.device | None
     return torch.device(options.device)
 
 
-def _executor(arena: Arena, cache: KvCache, options: ReplicaOptions) -> Executor:
+def build_executor(arena: Arena, cache: KvCache, options: ReplicaOptions) -> Executor:
+    """With the attention back end of the device that arena and cache lie on."""
     config = arena.config
     if options.device == "cpu":
         torch_attention = TorchAttention(cache, config.heads, config.sliding_window)

@@ -28,7 +28,7 @@ def become_worker(order: dict[str, object], log: str) -> None:
     os.close(1)
     if order.pop("staged", False):
         # KV apart from the buffer that peers see, as on a device.
-        blitzd.engine.replica._device = lambda *_: torch.device("cpu")  # type: ignore[assignment]
+        blitzd.engine.replica.model_device = lambda *_: torch.device("cpu")
     replica = ReplicaOptions(**order.pop("replica", {}))  # type: ignore[arg-type]
     options = WorkerOptions(
         identity=Identity.parse(str(order.pop("identity"))),
