@@ -78,9 +78,10 @@ def break_pair(turn: Turn, replica: Replica, reason: str) -> None:
 def _retry_ns(turn: Turn, replica: Replica) -> int:
     """At once after the first failure, then a doubling back-off: a worker that cannot
     start must not keep the machine busy with trying."""
-    if not replica.failures:
+    failures = replica.failures_at(turn.mono_ns)
+    if not failures:
         return turn.mono_ns
-    doubled = turn.policy.restart_backoff_ms << min(replica.failures - 1, 16)
+    doubled = turn.policy.restart_backoff_ms << min(failures - 1, 16)
     return turn.mono_ns + min(doubled, turn.policy.restart_backoff_max_ms) * MS
 
 

@@ -37,14 +37,20 @@ def _refusal(turn: Turn, arrived: ev.RequestArrived) -> tuple[str, str] | None:
     waiting = sum(1 for _ in turn.state.queued())
     if waiting >= turn.policy.max_queued_requests:
         return "queue_full", f"{waiting} requests are waiting, which is the limit"
+    too_long = _too_long(turn, arrived.prompt_tokens, arrived.max_tokens)
+    return ("too_long", too_long) if too_long else None
+
+
+def _too_long(turn: Turn, prompt_tokens: int, max_tokens: int) -> str:
+    """Why it can never be served by those that serve now; empty: it can, or none serves."""
     for role, accepting in (("prefill", ACCEPTS_PROMPTS), ("decode", ACCEPTS_KV)):
         serving = [r for r in turn.state.replicas.values() if r.state in accepting]
         room = max((r.blocks_total * r.block_tokens for r in serving), default=None)
         # A request ends at max_tokens without computing KV for its last token.
-        wanted = arrived.prompt_tokens + (arrived.max_tokens - 1 if role == "decode" else 0)
+        wanted = prompt_tokens + (max_tokens - 1 if role == "decode" else 0)
         if room is not None and wanted > room:
-            return "too_long", f"{wanted} tokens do not fit a {role} replica's {room}"
-    return None
+            return f"{wanted} tokens do not fit a {role} replica's {room}"
+    return ""
 
 
 def client_left(turn: Turn, left: ev.ClientLeft) -> None:
@@ -175,7 +181,11 @@ def dispatch(turn: Turn) -> None:
         ):
             _start_migration(turn, request)
     for request in list(turn.state.queued()):
-        if not _start_prefill(turn, request):
+        # It may have come before anybody knew how much room there would be.
+        too_long = _too_long(turn, request.prompt_tokens, request.max_tokens)
+        if too_long:
+            fail(turn, request, "too_long", too_long)
+        elif not _start_prefill(turn, request):
             # First come, first served: nobody overtakes the one that does not fit yet.
             break
 

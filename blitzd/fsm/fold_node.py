@@ -15,6 +15,7 @@ def _(state: ClusterState, event: ev.NodeStarted, record: Record) -> None:
     # The core's clock starts again with each boot, so times of the last one mean nothing.
     for replica in state.replicas.values():
         replica.retry_ns = replica.failures = 0
+        replica.trouble = ""
         state.touch("replica", replica.id)
     state.touch("node", 0)
 

@@ -51,6 +51,7 @@ def _(state: ClusterState, event: ev.WorkerAttached, record: Record) -> None:
     replica = replica_of(state, event.replica, event.epoch)
     move(replica, "attach", record)
     replica.worker, replica.pid = "attached", event.pid
+    replica.attached_ns = record.mono_ns
     state.touch("replica", replica.id)
 
 
@@ -58,8 +59,9 @@ def _(state: ClusterState, event: ev.WorkerAttached, record: Record) -> None:
 def _(state: ClusterState, event: ev.WorkerLost, record: Record) -> None:
     replica = replica_of(state, event.replica, event.epoch)
     move(replica, "lose", record)
-    replica.worker, replica.pid = "absent", 0
-    replica.failures += 1
+    replica.failures = replica.failures_at(record.mono_ns) + 1
+    replica.worker, replica.pid, replica.attached_ns = "absent", 0, 0
+    replica.trouble = event.reason
     replica.retry_ns = event.retry_ns
     replica.drain_deadline_ns = 0
     forget_weights(replica)
@@ -91,7 +93,7 @@ def _(state: ClusterState, event: ev.LoadFinished, record: Record) -> None:
     replica.layers_ready = replica.layers_total = event.layers_total
     replica.bytes_loaded = replica.bytes_total = event.bytes_total
     replica.block_tokens, replica.blocks_total = event.block_tokens, event.blocks_total
-    replica.failures = 0
+    replica.failures, replica.trouble = 0, ""
     state.touch("replica", replica.id)
 
 
@@ -100,6 +102,7 @@ def _(state: ClusterState, event: ev.LoadFailed, record: Record) -> None:
     replica = replica_of(state, event.replica, event.epoch)
     move(replica, "load_failed", record)
     replica.failures += 1
+    replica.trouble = event.reason
     replica.retry_ns = event.retry_ns
     forget_weights(replica)
     state.touch("replica", replica.id)

@@ -41,6 +41,10 @@ class Node(msgspec.Struct, omit_defaults=True):
     """Of the decisions since this boot, so that a snapshot says how to go on from it."""
 
 
+STEADY_NS = 60 * 10**9
+"""A worker that lived so long did not die of its start."""
+
+
 class Replica(msgspec.Struct, omit_defaults=True, gc=False):
     id: str
     node: str
@@ -57,6 +61,10 @@ class Replica(msgspec.Struct, omit_defaults=True, gc=False):
     """No new worker and no new load before this time."""
     failures: int = 0
     """In a row, since the last load that succeeded."""
+    attached_ns: int = 0
+    """When its worker attached; 0: it has none."""
+    trouble: str = ""
+    """Why it failed last, until it serves again."""
     digest: str = ""
     source: str = ""
     layers_ready: int = 0
@@ -79,6 +87,11 @@ class Replica(msgspec.Struct, omit_defaults=True, gc=False):
     since_seq: int = 0
     """The event that led to this state, and what caused that event."""
     cause_seq: int = 0
+
+    def failures_at(self, mono_ns: int) -> int:
+        """Of starts, in a row: none once its worker has lived for `STEADY_NS`."""
+        steady = self.attached_ns and mono_ns - self.attached_ns >= STEADY_NS
+        return 0 if steady else self.failures
 
 
 class Request(msgspec.Struct, omit_defaults=True, gc=False):
@@ -248,6 +261,7 @@ class ClusterState:
             "worker": replica.worker,
             "pid": replica.pid,
             "failures": replica.failures,
+            "trouble": replica.trouble,
             "model_digest": replica.digest,
             "layers_ready": replica.layers_ready,
             "layers_total": replica.layers_total,

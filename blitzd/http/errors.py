@@ -40,7 +40,8 @@ class ApiError(Exception):
         param: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        # A header that is echoed may hold bytes that are no UTF-8; the answer must not.
+        super().__init__(message.encode(errors="replace").decode())
         self.status = status
         self.code = code
         self.param = param

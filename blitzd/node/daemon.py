@@ -12,6 +12,7 @@ import anyio.to_thread
 
 import blitzd
 from blitzd.control.core import CORE_VERSION, Core
+from blitzd.engine.kv_geometry import BLOCK_TOKENS
 from blitzd.engine.layout import read_model_file
 from blitzd.engine.model_config import ModelConfig
 from blitzd.engine.tokenizer import Tokenizer
@@ -56,7 +57,12 @@ class NodeDaemon:
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
         self._model: ModelConfig = read_model_file(config.model_dir).config
-        self._tokenizer = Tokenizer.from_dir(config.model_dir)
+        try:
+            self._tokenizer = Tokenizer.from_dir(config.model_dir)
+        except (ValueError, OSError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"{config.model_dir} is damaged ({error}); remove it, and it is prepared anew"
+            ) from error
         self._created = int(time.time())
         self._observations = new_observations()
         config.state_dir.mkdir(parents=True, exist_ok=True)
@@ -82,8 +88,7 @@ class NodeDaemon:
         try:
             boot = await self._boot()
             async with serve(self):
-                await self.driver.post(boot)
-                await self.driver.run(self.pool)
+                await self.driver.run(self.pool, boot)
                 await self.pool.close()
                 with contextlib.suppress(OSError):  # something else is in it
                     runtime_dir(self.config.state_dir).rmdir()
@@ -125,14 +130,14 @@ class NodeDaemon:
 
     @property
     def models(self) -> list[ModelCard]:
-        state = self.core.state
-        room = [r.blocks_total * r.block_tokens for r in state.replicas.values() if r.blocks_total]
         return [
             ModelCard(
                 name=self.config.model_name,
                 created=self._created,
                 # A request has to fit the KV cache of every replica it passes.
-                context_tokens=min([self._model.context_tokens, *room]),
+                context_tokens=min(
+                    self._model.context_tokens, self.config.kv_blocks * BLOCK_TOKENS
+                ),
                 vocab_tokens=self._model.vocab,
                 digest=self._model.digest,
                 licence=self._model.licence,
@@ -156,6 +161,9 @@ class NodeDaemon:
                 ("decode", ReplicaState.DECODE),
             )
             if not any(r.state is serving for r in state.replicas.values())
+        ]
+        reasons += [
+            f"{r.id}: {r.trouble}" for r in state.replicas.values() if r.trouble and reasons
         ]
         if self.driver.read_only:
             reasons.append(f"the event log takes no records: {self.driver.read_only}")

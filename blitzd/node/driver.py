@@ -79,13 +79,15 @@ class Driver:
         Bounded by the requests under way."""
         self._workers: Workers | None = None
 
-    async def run(self, workers: Workers) -> None:
-        """Until the core says ShutDown."""
+    async def run(self, workers: Workers, boot: ev.Booted) -> None:
+        """Until the core says ShutDown. `boot` is decided first, whatever came before it: a
+        signal in the middle of the start must not be about the boot before."""
         self._workers = workers
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._tick)
             tasks.start_soon(self._sync_in_groups)
             tasks.start_soon(self._snapshot_when_due)
+            await self._turn(boot)
             async for payload in self._inbox:
                 if await self._turns(payload):
                     break
@@ -215,6 +217,8 @@ class Driver:
             while self._backlog:
                 self._journal.append(self._backlog[0])
                 del self._backlog[0]
+            if self.read_only:
+                self._journal.append([])  # is there room again?
         except JournalUnavailable as error:
             if not self.read_only:
                 log.error("the event log takes no records; serving on", reason=str(error))
@@ -265,7 +269,7 @@ class Driver:
                 with anyio.move_on_after(QUIET_TICK_S):
                     await self.turned.wait()
             await anyio.sleep(TICK_S)
-            if self._backlog:
+            if self._backlog or self.read_only:
                 self._flush()
             await self.post(ev.Ticked())
 

@@ -34,8 +34,12 @@ class FileJournal:
 
     def append(self, records: Sequence[Record]) -> None:
         try:
-            if self._writer.status().state == "full":
+            status = self._writer.status()
+            if status.state == "full":
                 self._writer.try_resume()
+                status = self._writer.status()
+            if status.state != "open":
+                raise LogUnavailable(status.state, status.reason)
             self._writer.append(records)
         except LogError as error:
             raise JournalUnavailable(str(error)) from error

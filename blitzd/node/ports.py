@@ -23,7 +23,8 @@ class Clock(Protocol):
 class Journal(Protocol):
     def append(self, records: Sequence[Record]) -> None:
         """Hands the records to the operating system, in order. Raises JournalUnavailable,
-        and then none of them is in the log."""
+        and then none of them is in the log. With no records it only says whether the log
+        would take some."""
 
     async def sync(self) -> None:
         """Returns when all that was appended before is on disk. Raises JournalUnavailable."""

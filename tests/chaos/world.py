@@ -151,11 +151,9 @@ class World:
         with anyio.fail_after(VIRTUAL_LIMIT_S):
             async with anyio.create_task_group() as tasks, anyio.create_task_group() as virtual:
                 workers = VirtualWorkers(driver, virtual, self.random, scenario.faults)
-                tasks.start_soon(driver.run, workers)
                 policy = Policy(max_queued_requests=20, lease_ttl_ms=2000).pairs()
-                await driver.post(
-                    ev.Booted(1, "test", "local", scenario.replicas, policy, CORE_VERSION)
-                )
+                boot = ev.Booted(1, "test", "local", scenario.replicas, policy, CORE_VERSION)
+                tasks.start_soon(driver.run, workers, boot)
                 async with anyio.create_task_group() as life:
                     life.start_soon(self._break_things, workers)
                     life.start_soon(self._operate, driver)

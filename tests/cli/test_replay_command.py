@@ -20,8 +20,8 @@ from tests.control.harness import MS, Harness
 from tests.corpus import LOGS, expected_of
 
 WALL_NS = 1_764_435_600_123_456_789
-PAIRS = LOGS / "v1-pairs"
-FAULTS = LOGS / "v1-seed1"
+PAIRS = LOGS / "v2-pairs"
+FAULTS = LOGS / "v2-seed1"
 
 
 class Answer:

@@ -55,7 +55,7 @@ def test_the_chosen_one_is_the_one_that_the_facts_choose(log: Path) -> None:
 
 
 def test_every_record_of_a_log_can_be_explained() -> None:
-    records = list(LogReader(LOGS / "v1-pairs").records())
+    records = list(LogReader(LOGS / "v2-pairs").records())
     for record in records:
         found = explain(records, record.seq)
         assert found.record["seq"] == record.seq

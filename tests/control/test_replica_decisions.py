@@ -104,6 +104,17 @@ def test_a_crash_loop_is_slowed_down_to_the_configured_bound() -> None:
     assert waits == [0, 500, 1000, 2000, 2000, 2000]
 
 
+def test_a_worker_that_lived_long_enough_did_not_die_of_its_start() -> None:
+    world = Harness()
+    world.boot("spare")
+    for _ in range(3):
+        world.attach("r0")
+        world.after(ms=60_000)
+        world.feed(ev.WorkerExited("r0", world.replica("r0").epoch, "killed"))
+        assert world.commanded(SpawnWorker), "restarted at once"
+    assert world.state.to_json()["replicas"][0]["trouble"] == "killed"
+
+
 def test_a_load_that_succeeds_forgives_earlier_failures() -> None:
     world = Harness().serving("prefill")
     for _ in range(3):

@@ -214,6 +214,19 @@ def test_what_can_never_fit_is_refused_at_once_and_blocks_nobody() -> None:
     assert world.request_state(2) is RequestState.PREFILLING
 
 
+def test_what_came_before_the_room_was_known_does_not_block_those_behind_it() -> None:
+    world = Harness()
+    world.boot("prefill", "decode")
+    world.arrive(1, prompt=5000)
+    world.arrive(2, prompt=10, max_tokens=10)
+    for replica_id in ("r0", "r1"):
+        world.attach(replica_id)
+        world.load(replica_id, blocks=4)
+    failed = only([r.payload for r in world.log], ev.RequestFailed)
+    assert (failed.request_id, failed.code) == (1, "too_long")
+    assert world.request_state(2) is RequestState.PREFILLING
+
+
 def test_a_request_past_its_deadline_fails_and_says_where_it_was() -> None:
     world = Harness()
     world.boot("prefill", "decode")

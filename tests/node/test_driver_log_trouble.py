@@ -42,11 +42,11 @@ class World:
         clock, observations = VirtualClock(), new_observations()
         self.driver = Driver(self.core, self.disk, clock, observations, lambda: 7, 1)
 
-    async def boot(self) -> None:
+    async def run(self) -> None:
         replicas = (("r0", "prefill"), ("r1", "decode"))
         policy = Policy().pairs()
-        await self.driver.post(ev.Booted(1, "t", "local", replicas, policy, CORE_VERSION))
-        await anyio.sleep(0.1)
+        boot = ev.Booted(1, "t", "local", replicas, policy, CORE_VERSION)
+        await self.driver.run(self.workers, boot)
 
     async def serve(self) -> None:
         for replica in ("r0", "r1"):
@@ -61,7 +61,7 @@ def run(scenario: Callable[[World], Awaitable[None]]) -> World:
         world = World()
         with anyio.fail_after(100):
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(world.driver.run, world.workers)
+                tasks.start_soon(world.run)
                 await scenario(world)
                 tasks.cancel_scope.cancel()
         return world
@@ -75,7 +75,7 @@ REQUEST = GenerateRequest(prompt_tokens=(1, 2, 3), max_tokens=4)
 
 def test_every_command_comes_after_the_records_that_decided_it() -> None:
     async def scenario(world: World) -> None:
-        await world.boot()
+        await anyio.sleep(0.1)
         await world.serve()
 
     world = run(scenario)
@@ -91,7 +91,7 @@ def test_every_command_comes_after_the_records_that_decided_it() -> None:
 
 def test_nothing_begins_while_the_disk_is_full_and_all_of_it_afterwards() -> None:
     async def scenario(world: World) -> None:
-        await world.boot()
+        await anyio.sleep(0.1)
         await world.serve()
         world.disk.full = True
         await world.driver.post(ev.WorkerExited("r1", 1, "killed"))
@@ -113,7 +113,7 @@ def test_nothing_begins_while_the_disk_is_full_and_all_of_it_afterwards() -> Non
 
 def test_a_node_whose_log_is_gone_for_good_still_stops() -> None:
     async def scenario(world: World) -> None:
-        await world.boot()
+        await anyio.sleep(0.1)
         await world.serve()
         world.disk.full = True
         await world.driver.post(ev.StopRequested("SIGTERM", 2**62))
@@ -129,7 +129,7 @@ def test_a_node_whose_log_is_gone_for_good_still_stops() -> None:
 
 def test_the_last_token_of_the_last_request_ends_a_drain() -> None:
     async def scenario(world: World) -> None:
-        await world.boot()
+        await anyio.sleep(0.1)
         await world.serve()
         live = await world.driver.generate(GenerateRequest(prompt_tokens=(1,), max_tokens=1))
         await world.driver.post(ev.StopRequested("SIGTERM", 2**62))
@@ -153,9 +153,37 @@ def test_the_last_token_of_the_last_request_ends_a_drain() -> None:
     run(scenario)
 
 
+def test_a_stop_that_came_before_the_boot_is_not_forgotten() -> None:
+    async def main() -> World:
+        world = World()
+        await world.driver.post(ev.StopRequested("SIGTERM", 2**62))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(world.run)
+            await anyio.sleep(1)
+            assert cmd.ShutDown in world.workers.kinds()
+            tasks.cancel_scope.cancel()
+        return world
+
+    clock = MockClock(autojump_threshold=0)
+    world = anyio.run(main, backend="trio", backend_options={"clock": clock})
+    assert isinstance(world.disk.records[0].payload, ev.Booted)
+
+
+def test_a_disk_that_was_full_for_a_sync_alone_is_asked_again() -> None:
+    async def scenario(world: World) -> None:
+        await anyio.sleep(0.1)
+        await world.serve()
+        world.driver.read_only = "full while a segment was changed"
+        await anyio.sleep(1)
+        assert not world.driver.read_only
+        await world.driver.generate(REQUEST)
+
+    run(scenario)
+
+
 def test_a_request_that_nobody_will_decide_any_more_is_refused() -> None:
     async def scenario(world: World) -> None:
-        await world.boot()
+        await anyio.sleep(0.1)
         await world.driver.post(ev.StopRequested("SIGTERM", 2**62))
         with pytest.raises(RequestRefused) as refused:
             await world.driver.generate(REQUEST)
@@ -177,8 +205,8 @@ def test_a_backlog_is_written_turn_by_turn() -> None:
         counting = Counting()
         world = World(counting)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(world.driver.run, world.workers)
-            await world.boot()
+            tasks.start_soon(world.run)
+            await anyio.sleep(0.1)
             counting.full = True
             for _ in range(200):
                 await world.driver.post(ev.ScaleRequested(9, 9))

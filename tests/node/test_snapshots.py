@@ -36,7 +36,7 @@ from blitzd.node.restore import restore
 from tests.chaos.world import VirtualClock
 from tests.corpus import LOGS
 
-CORPUS = LOGS / "v1-seed3"
+CORPUS = LOGS / "v2-seed3"
 RECORDS = list(LogReader(CORPUS).records())
 TURN_ENDS = [after.seq - 1 for after in RECORDS[1:] if not after.cause] + [RECORDS[-1].seq]
 
@@ -57,10 +57,8 @@ def live_once(state_dir: Path, requests: int, kept: int = 2, stop: bool = True) 
         driver = Driver(core, journal, VirtualClock(), new_observations(), lambda: 7, first)
         roles, policy = (("r0", "prefill"), ("r1", "decode")), Policy().pairs()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(driver.run, NoWorkers())
-            await driver.post(
-                ev.Booted(writer.boot_epoch, "t", "local", roles, policy, CORE_VERSION)
-            )
+            boot = ev.Booted(writer.boot_epoch, "t", "local", roles, policy, CORE_VERSION)
+            tasks.start_soon(driver.run, NoWorkers(), boot)
             for request in range(first, first + requests):
                 await driver.post(ev.RequestArrived(request, 10, 10, 7, 0))
             if stop:
