@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.http.scripted_node import MODEL, ScriptedNode
-from tests.http.served import Answer, Served, chat_body, served
+from tests.http.served import Answer, Served, chat_body, post, served
 
 CHAT = "/v1/chat/completions"
 PLAIN = "/v1/completions"
@@ -288,3 +288,11 @@ def test_other_media_types(server: Served) -> None:
     assert answer.error["param"] == "Content-Encoding"
     utf8 = {"Content-Type": "application/json; charset=utf-8"}
     assert server.ask("POST", CHAT, chat_body(), utf8).status == 200
+
+
+@pytest.mark.parametrize("header", [b"Content-Encoding: \xff", b"Expect: \xff"])
+def test_a_header_that_is_no_utf8_is_refused_like_any_other(server: Served, header: bytes) -> None:
+    head, body = post(CHAT, chat_body()).split(b"\r\n\r\n", 1)
+    with server.raw(head + b"\r\n" + header + b"\r\n\r\n" + body) as sock:
+        answer = sock.recv(65536)
+    assert answer.split(b" ", 2)[1] in (b"415", b"417"), answer
