@@ -68,6 +68,10 @@ class Connection(web.RequestHandler):
             raise ConnectionError("the connection is of no more use") from exc
         if status < 500:
             failure = ApiError(status, f"not HTTP: {message or exc}", code="invalid_http")
+        elif isinstance(exc, UnicodeEncodeError):
+            # aiohttp refuses an Expect header by echoing it, before any handler runs.
+            message = "Expect is no UTF-8; accepted: 100-continue"
+            failure = ApiError(417, message, code="expectation_failed", param="Expect")
         else:
             failure = as_api_error(RuntimeError("a request ended outside its handler"))
             log.error("outside any handler", exc_info=exc)
