@@ -15,7 +15,7 @@ from blitzd.engine.batch import BatchLayout
 from blitzd.engine.decode_graphs import DecodeGraphs
 from blitzd.engine.generation import Generation
 from blitzd.engine.llama import Llama
-from blitzd.engine.sampler import sample
+from blitzd.engine.scoring import PromptScores, choose, score_prompts
 from blitzd.sched import StepPlan
 
 
@@ -44,10 +44,17 @@ class Executor:
         self._planned: _Planned | None = None
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, sampling: Sequence[Generation]) -> list[int]:
-        """One token for each of `sampling`, the generations of `plan.sampling` in order."""
+    def run(
+        self,
+        plan: StepPlan,
+        sampling: Sequence[Generation],
+        scoring: Sequence[Generation] = (),
+    ) -> tuple[list[int], list[PromptScores]]:
+        """One token for each of `sampling`, the generations of `plan.sampling` in order, and
+        what this step tells about the prompts of `scoring`."""
         hidden = self.run_range(plan, 0, self._model.config.layers)
-        return self.sample(plan, hidden, sampling)
+        scores = score_prompts(self._model, plan, hidden, scoring) if scoring else []
+        return self.sample(plan, hidden, sampling), scores
 
     @torch.inference_mode()
     def run_range(
@@ -95,14 +102,7 @@ class Executor:
         rows = hidden if len(ends) == end else hidden[ends]
         # Sampled on the host, so that a seed gives the same token on every device.
         logits = self._model.logits(rows).cpu()
-        for row, generation in enumerate(sampling):
-            if banned := generation.banned:
-                logits[row, list(banned)] = -torch.inf
-        return sample(
-            logits,
-            [generation.params for generation in sampling],
-            [len(generation.sequence.tokens) for generation in sampling],
-        )
+        return choose(logits, sampling)
 
     def _prepare(self, plan: StepPlan) -> _Planned:
         """Plans the attention, unless it is planned for just this: the ranges of one step

@@ -57,10 +57,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for field, (low, high) in ranges.items():
             value = getattr(self, field)
             if not low <= value <= high:
-                raise ValueError(f"{field} is {value}; it must be between {low} and {high}")
+                raise ValueError(f"{field}: {value}; must be between {low} and {high}")
         for token, bias in self.logit_bias:
             if token < 0 or not math.isfinite(bias):
-                raise ValueError(f"logit_bias of token {token} is {bias}; a number is needed")
+                raise ValueError(f"logit_bias of token {token}: {bias}; must be a finite number")
 
     @property
     def draws(self) -> bool:

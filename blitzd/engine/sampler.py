@@ -8,11 +8,11 @@ a resume.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from blitzd.engine.logits import RowContext, SamplingParams, adjust, restrict
+from blitzd.engine.token_logprobs import TokenLogprobs
 
 __all__ = ["RowContext", "SamplingParams", "TokenLogprobs", "logprobs", "sample"]
 
@@ -58,20 +58,15 @@ def sample(
     return tokens
 
 
-class TokenLogprobs(NamedTuple):
-    logprob: float
-    """Of the token that was chosen (or given), natural logarithm."""
-    top: list[tuple[int, float]]
-    """The most likely tokens, best first."""
-
-
 @torch.inference_mode()
 def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
     """Under the model's own distribution, before any adjustment: of `tokens`, one for each
-    row of [rows, vocab], and of the `top` best. Serves chosen and prompt tokens alike."""
+    row of [rows, vocab], and of the `top` best (all, if there are fewer). Serves chosen and
+    prompt tokens alike."""
     found = torch.log_softmax(logits.float(), -1)
-    own = found.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1).tolist()
-    values, ids = (part.tolist() for part in found.topk(top))
+    chosen = torch.tensor(tokens, device=found.device).unsqueeze(1)
+    own = found.gather(1, chosen).squeeze(1).tolist()
+    values, ids = (part.tolist() for part in found.topk(min(top, found.shape[1])))
     return [
         TokenLogprobs(own[row], list(zip(ids[row], values[row], strict=True)))
         for row in range(len(own))

@@ -14,7 +14,9 @@ import structlog
 
 from blitzd.engine.errors import InvalidField, NotHeld
 from blitzd.engine.executor import Executor
-from blitzd.engine.generation import Generation, admit
+from blitzd.engine.generation import Generation, Grammar, admit
+from blitzd.engine.scoring import PromptScores
+from blitzd.engine.token_logprobs import append
 from blitzd.engine.tokenizer import Tokenizer
 from blitzd.proto.blitzd.engine import v1 as pb
 from blitzd.sched import Finish, NoRoom, Phase, Refused, Reservation, Scheduler, StepPlan
@@ -48,12 +50,19 @@ class Row(NamedTuple):
     last: bool
 
 
+class Result(NamedTuple):
+    rows: list[Row]
+    scores: list[PromptScores]
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     number: int
     began_ns: int
     plan: StepPlan
     sampling: list[Generation]
+    scoring: list[Generation]
+    """Those with prompt tokens in it whose logprobs are wanted."""
 
 
 class Stepper:
@@ -80,21 +89,22 @@ class Stepper:
 
     # -- requests -----------------------------------------------------------------------
 
-    def prefill(self, request: pb.Request, hold: bool) -> None:
-        """Queues it. Raises InvalidField, Refused, NoRoom."""
+    def prefill(self, request: pb.Request, hold: bool, grammar: Grammar | None = None) -> None:
+        """Queues it. `grammar` restricts its tokens here, and does not travel with it. Raises
+        InvalidField, Refused, NoRoom."""
         if self._scheduler.waiting >= WAITING:
             raise NoRoom(f"{WAITING} requests wait already")
-        generation = admit(request, self._tokenizer, self._vocab, hold=hold)
+        generation = admit(request, self._tokenizer, self._vocab, hold=hold, grammar=grammar)
         self._scheduler.add(generation.sequence)
         self._generations[request.request_id] = generation
 
-    def reserve(self, request: pb.Request) -> list[int]:
+    def reserve(self, request: pb.Request, grammar: Grammar | None = None) -> list[int]:
         """Takes blocks for all tokens of a request whose KV comes from elsewhere.
 
         Returns the ids of those that the KV of all tokens but the last goes to. Raises
         InvalidField, Refused (it can never run here), NoRoom.
         """
-        generation = admit(request, self._tokenizer, self._vocab, hold=False)
+        generation = admit(request, self._tokenizer, self._vocab, hold=False, grammar=grammar)
         sequence = generation.sequence
         if not sequence.output_tokens:
             raise InvalidField(
@@ -166,43 +176,53 @@ class Stepper:
             return None
         self.steps += 1
         sampling = [self._generations[chunk.sequence.id] for chunk in plan.sampling]
-        return Step(self.steps, began, plan, sampling)
+        scoring = [
+            self._generations[chunk.sequence.id]
+            for chunk in plan.chunks
+            if chunk.sequence.uncached and chunk.start + 1 < chunk.sequence.prompt_tokens
+        ]
+        return Step(self.steps, began, plan, sampling, scoring)
 
-    def compute(self, step: Step) -> list[Row] | Exception:
+    def compute(self, step: Step) -> Result | Exception:
         """Runs it. A failure is a result too: the step's requests end with it, the others
         go on."""
         try:
-            sampled = self._executor.run(step.plan, step.sampling)
-            return [
-                Row(token, *generation.feed(token))
+            sampled, scores = self._executor.run(step.plan, step.sampling, step.scoring)
+            rows = [
+                _row(generation, token)
                 for generation, token in zip(step.sampling, sampled, strict=True)
             ]
+            return Result(rows, scores)
         except Exception as error:
             log.exception("step failed", step=step.number, requests=len(step.plan.chunks))
             return error
 
-    def finish(self, step: Step, result: list[Row] | Exception) -> pb.StepReport:
+    def finish(self, step: Step, result: Result | Exception) -> pb.StepReport:
+        report = pb.StepReport()
         if isinstance(result, Exception):
-            report = self._fail(step, result)
+            self._fail(report, step, result)
         else:
-            report = self._complete(step, result)
+            self._add_scores(report, result.scores)
+            self._complete(report, step, result.rows)
         self._add_occupancy(report)
         report.prefill_tokens = sum(c.count for c in step.plan.chunks if c.count > 1)
         report.step_ns = time.monotonic_ns() - step.began_ns
         return report
 
-    def _complete(self, step: Step, rows: list[Row]) -> pb.StepReport:
+    def _complete(self, report: pb.StepReport, step: Step, rows: list[Row]) -> None:
         stopped = {
             generation.sequence.id
             for generation, row in zip(step.sampling, rows, strict=True)
             if row.last
         }
         finishes = self._scheduler.complete(step.plan, [row.token for row in rows], stopped)
-        report = pb.StepReport()
         for generation, row, finish in zip(step.sampling, rows, finishes, strict=True):
             sequence = generation.sequence
             if self._generations.get(sequence.id) is not generation:
                 continue  # cancelled while it was computed
+            if generation.fault:
+                self._give_up(report, generation)
+                continue
             report.request_ids.append(sequence.id)
             report.token_ids.append(row.token)
             ended = finish is Finish.LENGTH
@@ -210,16 +230,29 @@ class Stepper:
             report.finish.append(FINISH[finish])
             report.cached_tokens.append(0 if generation.reported else sequence.cached_tokens)
             generation.reported = True
+            if generation.chosen is not None:
+                append(report, sequence.id, len(sequence.tokens) - 1, [generation.chosen])
             if finish in (Finish.STOP, Finish.LENGTH):
                 del self._generations[sequence.id]
-        return report
 
-    def _fail(self, step: Step, error: Exception) -> pb.StepReport:
+    def _give_up(self, report: pb.StepReport, generation: Generation) -> None:
+        self._scheduler.cancel(generation.sequence.id)
+        self._end([generation.sequence.id])
+        report.failed_ids.append(generation.sequence.id)
+        report.errors.append(generation.fault)
+
+    def _add_scores(self, report: pb.StepReport, scores: list[PromptScores]) -> None:
+        for generation, first, found in scores:
+            if generation.sequence.phase is not Phase.ENDED:
+                generation.scored = first + len(found)
+                append(report, generation.sequence.id, first, found)
+
+    def _fail(self, report: pb.StepReport, step: Step, error: Exception) -> None:
         live = [c.sequence.id for c in step.plan.chunks if c.sequence.phase is not Phase.ENDED]
         self._scheduler.abort(step.plan)
         self._end(live)
         reason = f"step {step.number} failed: {type(error).__name__}: {error}"
-        return pb.StepReport(failed_ids=live, errors=[reason] * len(live))
+        report.failed_ids, report.errors = live, [reason] * len(live)
 
     def idle_report(self) -> pb.StepReport:
         """Occupancy alone, for when it changed without a step."""
@@ -238,3 +271,12 @@ class Stepper:
         self._scheduler.audit()
         if set(self._generations) != set(self._scheduler.sequence_ids()):
             raise AssertionError("requests and sequences differ")
+
+
+def _row(generation: Generation, token: int) -> Row:
+    try:
+        return Row(token, *generation.feed(token))
+    except ValueError as error:
+        # A model may have more ids than its tokenizer, and a bias can bring one up.
+        generation.fault = str(error)
+        return Row(token, "", True)

@@ -100,6 +100,16 @@ class Tokenizer:
             cached = self._bytes[token_id] = self._token_bytes(token_id)
         return cached
 
+    def spell(self, token_id: int) -> tuple[str, bytes]:
+        """(a token's name for people, the bytes it adds to the text). What is not UTF-8 by
+        itself becomes U+FFFD in the name; a special token, or an id that the model has and
+        the tokenizer has not, has a name and adds nothing."""
+        name = self._backend.id_to_token(token_id)
+        if token_id in self._special or name is None:
+            return name or f"<{token_id}>", b""
+        own = self.token_bytes(token_id)
+        return own.decode(errors="replace"), own
+
     def render_chat(self, messages: list[dict[str, Any]]) -> str:
         """The prompt text for `messages`, ready to encode, up to where the assistant speaks.
 

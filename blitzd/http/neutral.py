@@ -1,6 +1,6 @@
 """Parameters that we know, do not implement, and accept when their value changes nothing.
 
-A client that spells out a default (`n=1`, `top_p=1`) gets what it asked for; any other
+A client that spells out a default (`tools=[]`, `store=false`) gets what it asked for; any other
 value is refused by name. `null` is accepted everywhere: it means "not given".
 """
 
@@ -48,29 +48,16 @@ def _labels() -> Neutral:
 
 
 _COMMON = {
-    "n": _only(1),
-    "best_of": _only(1),
-    "top_p": _only(1),
-    "presence_penalty": _only(0),
-    "frequency_penalty": _only(0),
-    "logit_bias": _only({}),
     "user": _label(),
     "metadata": _labels(),
-    # Not OpenAI's, but load generators written for other engines spell them out.
-    "top_k": _only(-1, 0),
-    "min_p": _only(0),
-    "repetition_penalty": _only(1),
 }
 
 NEUTRAL_COMPLETION = _COMMON | {
-    "echo": _only(False),
     "suffix": _only(""),
-    "logprobs": _only(),
 }
 
 NEUTRAL_CHAT = _COMMON | {
-    "logprobs": _only(False),
-    "top_logprobs": _only(0),
+    "best_of": _only(1),
     "tools": _only([]),
     "tool_choice": _only("none", "auto"),
     "parallel_tool_calls": _only(True, False),

@@ -11,9 +11,11 @@ from aiohttp import web
 
 from blitzd.http import prepare, schema
 from blitzd.http.body import read_json_body
+from blitzd.http.choice import Choice
 from blitzd.http.errors import as_api_error
 from blitzd.http.generation import deltas, running
 from blitzd.http.limits import Limits
+from blitzd.http.logprobs import ChatRenderer, TextRenderer
 from blitzd.http.stream import ReaderGone, Stream
 from blitzd.http.tasks import TaskOwner
 from blitzd.http.wire import (
@@ -21,12 +23,13 @@ from blitzd.http.wire import (
     ChatWire,
     CompletionWire,
     Head,
-    Outcome,
+    Piece,
+    PromptDetails,
     Usage,
     Wire,
     frame,
 )
-from blitzd.node.face import ChatTokenizer, GenerateRequest, Generation, ModelCard, NodeFace
+from blitzd.node.face import ChatTokenizer, Generation, ModelCard, NodeFace
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,30 +63,42 @@ class OpenAIRoutes:
         body = await _sized(raw, schema.parse_chat, raw)
         card, tokenizer = self._model(body)
         wanted = await _sized(raw, prepare.of_chat, card, tokenizer, body)
-        return await self._answer(request, body, wanted)
+        return await self._answer(request, body, tokenizer, wanted)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         raw = await read_json_body(request, self._limits)
         body = await _sized(raw, schema.parse_completion, raw)
         card, tokenizer = self._model(body)
         wanted = await _sized(raw, prepare.of_completion, card, tokenizer, body)
-        return await self._answer(request, body, wanted)
+        return await self._answer(request, body, tokenizer, wanted)
 
     def _model(self, body: schema.Sampling) -> tuple[ModelCard, ChatTokenizer]:
         card = prepare.card_of(self._node, body.model)
         return card, self._node.tokenizer(card.name)
 
     async def _answer(
-        self, request: web.Request, body: schema.Sampling, wanted: Sequence[GenerateRequest]
+        self,
+        request: web.Request,
+        body: schema.Sampling,
+        tokenizer: ChatTokenizer,
+        wanted: Sequence[prepare.Wanted],
     ) -> web.StreamResponse:
-        async with running(self._node, wanted, self._owner, self._limits) as generations:
+        asked = [choice.request for choice in wanted]
+        choices = [_choice(body, tokenizer, one) for one in wanted]
+        async with running(self._node, asked, self._owner, self._limits) as generations:
             wire = self._wire(body, generations[0].request_id)
-            prompt_tokens = sum(len(generation.prompt_tokens) for generation in wanted)
             if not body.stream:
-                return await self._whole(wire, generations, prompt_tokens)
+                async with aclosing(deltas(generations, self._limits)) as incoming:
+                    async for index, delta in incoming:
+                        choices[index].take(delta)
+                pieces = [Piece(*choice.flush(), choice.finish) for choice in choices]
+                whole = wire.whole(pieces, _usage(wanted, choices))
+                return web.Response(body=whole, content_type="application/json")
             stream = Stream(request, self._limits, "text/event-stream; charset=utf-8")
             try:
-                await self._stream(stream, wire, generations, prompt_tokens, body.wants_usage())
+                await self._stream(stream, wire, generations, choices)
+                end = wire.usage(_usage(wanted, choices)) if body.wants_usage() else b""
+                await stream.send(end + DONE)
             except ReaderGone:
                 pass  # nobody is left to tell; leaving the block frees the generations
             except Exception as failure:
@@ -110,38 +125,47 @@ class OpenAIRoutes:
             )
         )
 
-    async def _whole(
-        self, wire: Wire, generations: Sequence[Generation], prompt_tokens: int
-    ) -> web.Response:
-        outcomes = [Outcome() for _ in generations]
-        completion_tokens = 0
-        async with aclosing(deltas(generations, self._limits)) as incoming:
-            async for index, delta in incoming:
-                completion_tokens += len(delta.token_ids)
-                outcomes[index].pieces.append(delta.text)
-                outcomes[index].finish = delta.finish
-        usage = Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
-        return web.Response(body=wire.whole(outcomes, usage), content_type="application/json")
-
     async def _stream(
         self,
         stream: Stream,
         wire: Wire,
         generations: Sequence[Generation],
-        prompt_tokens: int,
-        include_usage: bool,
+        choices: Sequence[Choice],
     ) -> None:
         """Nothing is sent before there is text or an end, so that a failure before it is a
         status code, and a client's time to first token is not that of an empty frame."""
-        completion_tokens = 0
         async with aclosing(deltas(generations, self._limits)) as incoming:
             async for index, delta in incoming:
-                completion_tokens += len(delta.token_ids)
-                if delta.text or delta.finish:
-                    frames = b"" if stream.opened else wire.opening(len(generations))
-                    await stream.send(frames + wire.piece(index, delta.text, delta.finish))
-        usage = Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
-        await stream.send((wire.usage(usage) if include_usage else b"") + DONE)
+                choice = choices[index]
+                choice.take(delta)
+                if choice.due:
+                    frames = b"" if stream.opened else wire.opening(len(choices))
+                    piece = Piece(*choice.flush(), choice.finish)
+                    await stream.send(frames + wire.piece(index, piece))
+
+
+def _choice(body: schema.Sampling, tokenizer: ChatTokenizer, wanted: prepare.Wanted) -> Choice:
+    renderer: ChatRenderer | TextRenderer | None = None
+    if body.top() is not None:
+        renderer = (
+            ChatRenderer(tokenizer)
+            if isinstance(body, schema.ChatRequest)
+            else TextRenderer(tokenizer, wanted.echoed or "")
+        )
+    return Choice(wanted.request.prompt_tokens, wanted.echoed, renderer)
+
+
+def _usage(wanted: Sequence[prepare.Wanted], choices: Sequence[Choice]) -> Usage:
+    """A prompt counts once, however many choices it has."""
+    first = [(w.request, c) for w, c in zip(wanted, choices, strict=True) if w.first]
+    prompt_tokens = sum(len(request.prompt_tokens) for request, _ in first)
+    completion_tokens = sum(choice.completion_tokens for choice in choices)
+    return Usage(
+        prompt_tokens,
+        completion_tokens,
+        prompt_tokens + completion_tokens,
+        PromptDetails(sum(choice.cached_tokens for _, choice in first)),
+    )
 
 
 async def _sized(raw: bytes, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

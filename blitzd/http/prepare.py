@@ -1,5 +1,7 @@
 """From a validated body to the generations to run: model, tokens, and the room for output."""
 
+from dataclasses import dataclass, replace
+
 from blitzd.http.errors import ApiError, bad_request
 from blitzd.http.neutral import shown
 from blitzd.http.schema import ChatRequest, CompletionRequest, Sampling
@@ -7,6 +9,19 @@ from blitzd.node.face import ChatTokenizer, GenerateRequest, ModelCard, NodeFace
 
 COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` for plain completions. Chat's is the rest of the context."""
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio: odd, so that a seed's choices all have different ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One choice."""
+
+    request: GenerateRequest
+    echoed: str | None = None
+    """The prompt's text, if the answer is to begin with it."""
+    first: bool = True
+    """Of its prompt's choices; the others share its prompt, which counts once."""
 
 
 def card_of(node: NodeFace, model: str) -> ModelCard:
@@ -23,30 +38,53 @@ def card_of(node: NodeFace, model: str) -> ModelCard:
     )
 
 
-def of_chat(card: ModelCard, tokenizer: ChatTokenizer, body: ChatRequest) -> list[GenerateRequest]:
-    """Raises ApiError (400)."""
+def of_chat(card: ModelCard, tokenizer: ChatTokenizer, body: ChatRequest) -> list[Wanted]:
+    """`n` choices. Raises ApiError (400)."""
     messages = [{"role": m.role, "content": m.text()} for m in body.messages]
     try:
         text = tokenizer.render_chat(messages)
     except ValueError as failure:
         raise bad_request(f"the chat template refused: {failure}", param="messages") from failure
     tokens = _tokens(tokenizer, text, "messages")
-    return [_generation(body, card, tokens, "messages", default_tokens=None)]
+    return _choices(_generation(body, card, tokens, "messages", default_tokens=None), body)
 
 
 def of_completion(
     card: ModelCard, tokenizer: ChatTokenizer, body: CompletionRequest
-) -> list[GenerateRequest]:
-    """One generation a prompt, in the order given. Raises ApiError (400)."""
-    requests = []
+) -> list[Wanted]:
+    """`n` choices a prompt, prompts in the order given. Raises ApiError (400)."""
+    wanted = []
     for prompt in body.prompts():
         if isinstance(prompt, str):
             tokens = _tokens(tokenizer, prompt, "prompt")
         else:
             _check_ids(prompt, card, "prompt")
             tokens = prompt
-        requests.append(_generation(body, card, tokens, "prompt", COMPLETION_TOKENS))
-    return requests
+        request = _generation(body, card, tokens, "prompt", COMPLETION_TOKENS)
+        echoed = None
+        if body.echo:
+            request = replace(request, prompt_logprobs=body.logprobs)
+            echoed = prompt if isinstance(prompt, str) else _text(tokenizer, prompt)
+        wanted += _choices(request, body, echoed)
+    return wanted
+
+
+def _choices(request: GenerateRequest, body: Sampling, echoed: str | None = None) -> list[Wanted]:
+    """The first has the seed that was asked for, the others theirs derived from it."""
+    return [
+        Wanted(
+            request
+            if request.seed is None
+            else replace(request, seed=(request.seed + index * _SEED_STEP) % 2**64),
+            echoed,
+            first=index == 0,
+        )
+        for index in range(body.n or 1)
+    ]
+
+
+def _text(tokenizer: ChatTokenizer, tokens: list[int]) -> str:
+    return b"".join(tokenizer.spell(token)[1] for token in tokens).decode(errors="replace")
 
 
 def _tokens(tokenizer: ChatTokenizer, text: str, param: str) -> list[int]:
@@ -88,8 +126,41 @@ def _generation(
         stop_token_ids=tuple(stop_ids),
         ignore_eos=bool(body.ignore_eos),
         min_tokens=min_tokens,
+        # -1 is how some clients say "all".
+        top_k=max(body.top_k or 0, 0),
+        top_p=_or_one(body.top_p),
+        min_p=body.min_p or 0.0,
+        typical_p=_or_one(body.typical_p),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=_or_one(body.repetition_penalty),
+        logit_bias=_logit_bias(body.logit_bias or {}, card),
+        logprobs=body.top(),
         model=card.name,
     )
+
+
+def _or_one(value: float | None) -> float:
+    return 1.0 if value is None else value
+
+
+def _logit_bias(biases: dict[str, float], card: ModelCard) -> tuple[tuple[int, float], ...]:
+    found = {}
+    for key, bias in biases.items():
+        if not (
+            key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < card.vocab_tokens
+        ):
+            raise bad_request(
+                f"logit_bias has the key {shown(key)}; accepted: token ids, "
+                f"0 to {card.vocab_tokens - 1}",
+                param="logit_bias",
+            )
+        if not -100 <= bias <= 100:
+            raise bad_request(
+                f"logit_bias of token {key} is {bias}; accepted: -100 to 100", param="logit_bias"
+            )
+        found[int(key)] = bias
+    return tuple(found.items())
 
 
 def _max_tokens(

@@ -10,10 +10,14 @@ from msgspec import Meta
 from blitzd.http.errors import ApiError, bad_request
 from blitzd.http.neutral import NEUTRAL_CHAT, NEUTRAL_COMPLETION, Neutral, shown, unsupported
 
-MAX_PROMPTS = 64
-"""Prompts in one completions request; each is a choice of its own."""
+MAX_CHOICES = 64
+"""Generations of one request: `n` for each of its prompts."""
+MAX_BIASES = 1024
 
 _Count = Annotated[int, Meta(ge=1)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Top = Annotated[int, Meta(ge=0, le=20)]
 _TokenId = Annotated[int, Meta(ge=0)]
 _Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
 
@@ -34,6 +38,16 @@ class Sampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: Annotated[list[_TokenId], Meta(max_length=64)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    top_p: _Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    min_p: _Share | None = None
+    typical_p: _Share | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_BIASES)] | None = None
+    """By token id, as OpenAI has it: JSON's keys are strings."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -43,6 +57,10 @@ class Sampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def wanted_tokens(self) -> tuple[str, int | None]:
         """The field that bounds the output, and its value if it was given."""
         return "max_tokens", self.max_tokens
+
+    def top(self) -> int | None:
+        """How many of the best tokens are wanted beside each token; None: no logprobs."""
+        raise NotImplementedError
 
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -76,6 +94,11 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
 class ChatRequest(Sampling, forbid_unknown_fields=True, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: _Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: _Top | None = None
+
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def wanted_tokens(self) -> tuple[str, int | None]:
         if self.max_completion_tokens is not None:
@@ -91,9 +114,15 @@ class CompletionRequest(Sampling, forbid_unknown_fields=True, kw_only=True):
             Meta(min_length=1),
         ]
     )
+    logprobs: _Top | None = None
+    echo: bool | None = None
+    best_of: _Count | None = None
+
+    def top(self) -> int | None:
+        return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry a choice. Raises ApiError when kinds are mixed or there are too many."""
+        """Raises ApiError when kinds are mixed or there are too many."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         items = self.prompt
@@ -107,9 +136,15 @@ class CompletionRequest(Sampling, forbid_unknown_fields=True, kw_only=True):
             )
         if kinds == {int}:
             return [[item for item in items if isinstance(item, int)]]
-        if len(items) > MAX_PROMPTS:
+        if len(items) > MAX_CHOICES:
             raise bad_request(
-                f"prompt has {len(items)} entries; accepted: at most {MAX_PROMPTS}", param="prompt"
+                f"prompt has {len(items)} entries; accepted: at most {MAX_CHOICES}", param="prompt"
+            )
+        if len(items) * (self.n or 1) > MAX_CHOICES:
+            raise bad_request(
+                f"n is {self.n} for {len(items)} prompts; accepted: at most {MAX_CHOICES} choices "
+                "in all",
+                param="n",
             )
         return [item for item in items if not isinstance(item, int)]
 
@@ -126,12 +161,25 @@ def parse_chat(body: bytes) -> ChatRequest:
             "max_tokens and max_completion_tokens differ; accepted: one of them",
             param="max_tokens",
         )
+    if request.top_logprobs and not request.logprobs:
+        raise bad_request(
+            f"top_logprobs is {request.top_logprobs}; accepted only with logprobs=true",
+            param="top_logprobs",
+        )
     return request
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Raises ApiError (400)."""
-    return _parse(body, CompletionRequest, NEUTRAL_COMPLETION)
+    request = _parse(body, CompletionRequest, NEUTRAL_COMPLETION)
+    if request.best_of not in (None, request.n or 1):
+        raise bad_request(
+            f"best_of is not supported with the value {request.best_of}; accepted: that of n, "
+            f"{request.n or 1}, or null",
+            param="best_of",
+            code="unsupported_parameter",
+        )
+    return request
 
 
 def _parse(body: bytes, kind: type[RequestType], neutral: dict[str, Neutral]) -> RequestType:
@@ -201,6 +249,7 @@ def _explained(failure: msgspec.ValidationError, raw: dict[str, Any]) -> ApiErro
     # The client's own text may stand before the path, never after it: split at the last.
     what, _, path = str(failure).rpartition(" - at `$")
     what, path = (what, path.rstrip("`").lstrip(".")) if what else (path, "")
+    path = path.removesuffix("[...]")  # in a value of an object; which one is not said
     if field := _FIELD.fullmatch(what):
         name = f"{path}.{field['name']}" if path else field["name"]
         if field["how"] == "missing required":

@@ -6,8 +6,8 @@ extra last one, whose `choices` is empty; without it the key is absent.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -17,18 +17,23 @@ _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 
 
+class PromptDetails(Struct):
+    cached_tokens: int
+
+
 class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
 
 
-@dataclass(slots=True)
-class Outcome:
-    """One choice, as far as it has come."""
+class Piece(NamedTuple):
+    """Of one choice: more of it, or all."""
 
-    pieces: list[str] = field(default_factory=list)
-    finish: str | None = None
+    text: str
+    logprobs: Struct | None
+    finish: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +54,12 @@ class Wire(Protocol):
     def opening(self, choices: int) -> bytes:
         """The frames that come before any text."""
 
-    def piece(self, index: int, text: str, finish: str | None) -> bytes:
+    def piece(self, index: int, piece: Piece) -> bytes:
         """The frames for more text of choice `index`, and its end."""
 
     def usage(self, usage: Usage) -> bytes: ...
 
-    def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
         """The body of an answer that is not streamed."""
 
 
@@ -76,7 +81,7 @@ class _ChatDelta(Struct, omit_defaults=True):
 class _ChatChunkChoice(Struct):
     index: int
     delta: _ChatDelta
-    logprobs: None = None
+    logprobs: Struct | None = None
     finish_reason: str | None = None
 
 
@@ -89,14 +94,14 @@ class _ChatMessage(Struct):
 class _ChatChoice(Struct):
     index: int
     message: _ChatMessage
-    logprobs: None
+    logprobs: Struct | None
     finish_reason: str | None
 
 
 class _TextChoice(Struct):
     index: int
     text: str
-    logprobs: None
+    logprobs: Struct | None
     finish_reason: str | None
 
 
@@ -134,33 +139,42 @@ class ChatWire:
 
     def opening(self, choices: int) -> bytes:
         return b"".join(
-            self._chunk(index, _ChatDelta(role="assistant", content=""), None)
-            for index in range(choices)
+            self._chunk(index, _ChatDelta(role="assistant", content="")) for index in range(choices)
         )
 
-    def piece(self, index: int, text: str, finish: str | None) -> bytes:
-        frames = self._chunk(index, _ChatDelta(content=text), None) if text else b""
-        return frames + self._chunk(index, _ChatDelta(), finish) if finish else frames
+    def piece(self, index: int, piece: Piece) -> bytes:
+        frames = b""
+        if piece.text or piece.logprobs is not None:
+            frames = self._chunk(index, _ChatDelta(content=piece.text), piece.logprobs)
+        if piece.finish is not None:
+            frames += self._chunk(index, _ChatDelta(), finish=piece.finish)
+        return frames
 
     def usage(self, usage: Usage) -> bytes:
         answer = _answer(self.head, "chat.completion.chunk", [])
         answer.usage = usage
         return frame(answer)
 
-    def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
         answer = _answer(
             self.head,
             "chat.completion",
             [
-                _ChatChoice(i, _ChatMessage("assistant", "".join(o.pieces)), None, o.finish)
-                for i, o in enumerate(outcomes)
+                _ChatChoice(index, _ChatMessage("assistant", text), logprobs, finish)
+                for index, (text, logprobs, finish) in enumerate(pieces)
             ],
         )
         answer.usage = usage
         return _encode(answer)
 
-    def _chunk(self, index: int, delta: _ChatDelta, finish: str | None) -> bytes:
-        choice = _ChatChunkChoice(index, delta, finish_reason=finish)
+    def _chunk(
+        self,
+        index: int,
+        delta: _ChatDelta,
+        logprobs: Struct | None = None,
+        finish: str | None = None,
+    ) -> bytes:
+        choice = _ChatChunkChoice(index, delta, logprobs, finish)
         return _chunk(self.head, "chat.completion.chunk", choice)
 
 
@@ -173,19 +187,19 @@ class CompletionWire:
     def opening(self, choices: int) -> bytes:
         return b""
 
-    def piece(self, index: int, text: str, finish: str | None) -> bytes:
-        return _chunk(self.head, "text_completion", _TextChoice(index, text, None, finish))
+    def piece(self, index: int, piece: Piece) -> bytes:
+        return _chunk(self.head, "text_completion", _TextChoice(index, *piece))
 
     def usage(self, usage: Usage) -> bytes:
         answer = _answer(self.head, "text_completion", [])
         answer.usage = usage
         return frame(answer)
 
-    def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
         answer = _answer(
             self.head,
             "text_completion",
-            [_TextChoice(i, "".join(o.pieces), None, o.finish) for i, o in enumerate(outcomes)],
+            [_TextChoice(index, *piece) for index, piece in enumerate(pieces)],
         )
         answer.usage = usage
         return _encode(answer)

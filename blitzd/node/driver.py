@@ -17,6 +17,7 @@ import structlog
 
 from blitzd.control.commands import BEGINS, Command, ShutDown
 from blitzd.control.core import Core
+from blitzd.engine.token_logprobs import TokenLogprobs, entries
 from blitzd.events import types as ev
 from blitzd.events.record import Durability, Payload, Record
 from blitzd.events.snapshot import Snapshot
@@ -143,8 +144,10 @@ class Driver:
     async def deliver(self, replica: str, epoch: int, report: pb.StepReport) -> None:
         """Routes one step's tokens to their clients and its milestones to the inbox."""
         now = self._clock.mono_ns()
-        rows = zip(report.request_ids, report.token_ids, report.texts, report.finish, strict=True)
-        for request_id, token_id, text, finish in rows:
+        scores = self._deliver_logprobs(replica, epoch, report)
+        cached = report.cached_tokens or [0] * len(report.request_ids)
+        columns = (report.request_ids, report.token_ids, report.texts, report.finish, cached)
+        for request_id, token_id, text, finish, saved in zip(*columns, strict=True):
             live = self.live.get(request_id)
             request = self.core.state.requests.get(request_id)
             if live is None or request is None or not _owns(request, replica, epoch):
@@ -152,7 +155,7 @@ class Driver:
                 # when the milestone comes.
                 continue
             self._observe(live, now)
-            live.push(text, token_id)
+            live.push(text, token_id, scores.get(request_id), saved)
             if finish is pb.FinishReason.HELD:
                 self._reached(ev.FirstTokenProduced(replica, epoch, request_id))
             elif finish in FINISHES:
@@ -166,6 +169,23 @@ class Driver:
         known = self.core.state.replicas.get(replica)
         if known is None or (known.blocks_sampled, known.running_sampled) != occupancy:
             await self.post(ev.OccupancyReported(replica, epoch, *occupancy))
+
+    def _deliver_logprobs(
+        self, replica: str, epoch: int, report: pb.StepReport
+    ) -> dict[int, TokenLogprobs]:
+        """Routes those of prompt tokens to their clients; returns those of this step's
+        tokens, by request."""
+        found = {}
+        for request_id, position, logprobs in entries(report):
+            live = self.live.get(request_id)
+            request = self.core.state.requests.get(request_id)
+            if live is None or request is None or not _owns(request, replica, epoch):
+                continue
+            if position < len(live.request.prompt_tokens):
+                live.push_prompt(position, logprobs)
+            else:
+                found[request_id] = logprobs
+        return found
 
     def _observe(self, live: LiveRequest, now: int) -> None:
         if live.output:

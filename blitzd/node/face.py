@@ -8,6 +8,23 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from blitzd.engine.token_logprobs import TokenLogprobs
+
+__all__ = [
+    "ChatTokenizer",
+    "Delta",
+    "GenerateRequest",
+    "Generation",
+    "GenerationFailed",
+    "Health",
+    "HistogramData",
+    "ModelCard",
+    "NodeFace",
+    "Observations",
+    "RequestRefused",
+    "TokenLogprobs",
+]
+
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
@@ -23,6 +40,20 @@ class GenerateRequest:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    top_k: int = 0
+    """0 keeps all, as do the other defaults below."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, added to its logit)."""
+    logprobs: int | None = None
+    """How many of the best tokens are wanted beside each output token; None: no logprobs."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens but the first."""
     model: str = ""
 
 
@@ -35,6 +66,12 @@ class Delta:
     token_ids: tuple[int, ...]
     finish: str | None = None
     """"stop" or "length" on the last delta, None before."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids`, if they were asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the next prompt tokens, from the second on; all before the first of `token_ids`."""
+    cached_tokens: int = 0
+    """On the first delta with tokens: prompt tokens that the prefix cache saved."""
 
 
 class RequestRefused(Exception):
@@ -99,10 +136,14 @@ class Health:
 
 
 class ChatTokenizer(Protocol):
-    """What the routes need of the model's tokenizer. Both methods are called in other
+    """What the routes need of the model's tokenizer. Its methods are called in other
     threads too, when the text is long."""
 
     def encode(self, text: str) -> list[int]: ...
+
+    def spell(self, token_id: int) -> tuple[str, bytes]:
+        """(a token's name for people, the bytes that it adds to the text: none for a special
+        one). For every id of the model."""
 
     def render_chat(self, messages: list[dict[str, Any]]) -> str:
         """The prompt text for `messages`, ready to encode (specials included).

@@ -10,7 +10,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import anyio
 import xxhash
 
-from blitzd.node.face import Delta, GenerateRequest, GenerationFailed, RequestRefused
+from blitzd.node.face import (
+    Delta,
+    GenerateRequest,
+    GenerationFailed,
+    RequestRefused,
+    TokenLogprobs,
+)
 
 STATUS_OF_REFUSAL = {"queue_full": 429, "draining": 503, "read_only": 503, "too_long": 400}
 
@@ -29,6 +35,8 @@ class LiveRequest:
         self.request = request
         self.seed = seed
         self.output: list[int] = []
+        self._scored = 1
+        """The next prompt position whose logprobs the client has not got."""
         self.submitted_ns = 0
         self.first_token_ns = 0
         self.last_token_ns = 0
@@ -50,10 +58,25 @@ class LiveRequest:
         self._ended = True
         self._decided.set()
 
-    def push(self, text: str, token_id: int) -> None:
+    def push(
+        self,
+        text: str,
+        token_id: int,
+        logprobs: TokenLogprobs | None = None,
+        cached_tokens: int = 0,
+    ) -> None:
         """Bounded by max_tokens: a worker sends no more than that."""
+        # A resume elsewhere has its own cache hits; the client was told of the first.
+        cached = 0 if self.output else cached_tokens
         self.output.append(token_id)
-        self._tell(Delta(text, (token_id,)))
+        scores = () if logprobs is None else (logprobs,)
+        self._tell(Delta(text, (token_id,), logprobs=scores, cached_tokens=cached))
+
+    def push_prompt(self, position: int, logprobs: TokenLogprobs) -> None:
+        """A prompt that is computed again is scored again, and a client wants that once."""
+        if position == self._scored:
+            self._scored += 1
+            self._tell(Delta("", (), prompt_logprobs=(logprobs,)))
 
     def finish(self, reason: str) -> None:
         self._ended = True

@@ -141,12 +141,29 @@ def wire_request(live: LiveRequest) -> pb.Request:
         prompt_tokens=list(request.prompt_tokens),
         output_tokens=list(live.output),
         max_tokens=request.max_tokens,
-        sampling=pb.Sampling(
-            temperature=request.temperature,
-            seed=live.seed,
-            stop=list(request.stop),
-            stop_token_ids=list(request.stop_token_ids),
-            ignore_eos=request.ignore_eos,
-            min_tokens=request.min_tokens,
-        ),
+        sampling=_wire_sampling(live),
+    )
+
+
+def _wire_sampling(live: LiveRequest) -> pb.Sampling:
+    request = live.request
+    return pb.Sampling(
+        temperature=request.temperature,
+        seed=live.seed,
+        stop=list(request.stop),
+        stop_token_ids=list(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        min_tokens=request.min_tokens,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        min_p=request.min_p,
+        typical_p=request.typical_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        bias_token_ids=[token for token, _ in request.logit_bias],
+        bias_values=[value for _, value in request.logit_bias],
+        logprobs=request.logprobs,
+        # With the first token the client has had all of them.
+        prompt_logprobs=None if live.output else request.prompt_logprobs,
     )

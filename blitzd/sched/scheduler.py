@@ -261,7 +261,7 @@ class Scheduler:
         sequence = self._waiting[0]
         size = self.blocks.block_tokens
         # At least the last token is computed, since the next one is sampled from it.
-        full = (len(sequence.tokens) - 1) // size
+        full = 0 if sequence.uncached else (len(sequence.tokens) - 1) // size
         shared = self.blocks.match(sequence.prefix_digests(full, size))
         missing = self.blocks.blocks_for(len(sequence.tokens)) - len(shared)
         try:

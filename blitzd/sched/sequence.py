@@ -38,6 +38,8 @@ class Sequence:
     """Of output, those that `tokens` brings along included."""
     hold: bool = False
     """Stop after the first new token and keep the KV."""
+    uncached: bool = False
+    """Compute every position: the prefix cache has KV, but not what a position gave."""
     phase: Phase = Phase.WAITING
     computed: int = 0
     cached_tokens: int = 0

@@ -36,6 +36,10 @@ def check_openai_surface(base_url: str, model: str) -> None:
         _check_chat_stream(client, model)
         _check_completion_stream(client, model)
         _check_several_prompts(client, model)
+        _check_choices(client, model)
+        _check_chat_logprobs(client, model)
+        _check_completion_logprobs(client, model)
+        _check_every_parameter(client, model)
         _check_errors(client, model)
     for path in ("chat/completions", "completions"):
         _check_wire(base_url, path, model)
@@ -55,6 +59,7 @@ def _check_usage(usage: Any, tokens: int = TOKENS) -> None:
     assert usage.prompt_tokens > 0
     assert 0 < usage.completion_tokens <= tokens
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert 0 <= usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
 
 
 def _check_chat(client: openai.OpenAI, model: str) -> None:
@@ -154,6 +159,128 @@ def _check_several_prompts(client: openai.OpenAI, model: str) -> None:
         assert choice.text == alone.choices[0].text
 
 
+def _check_choices(client: openai.OpenAI, model: str) -> None:
+    def ask(n: int) -> Any:
+        return client.completions.create(
+            model=model, prompt=[PROMPT, "One, two,"], max_tokens=4, temperature=1, seed=5, n=n
+        )
+
+    one, three = ask(1), ask(3)
+    assert [choice.index for choice in three.choices] == list(range(6))
+    # A prompt's first choice is what it is without the others, and prompts count once.
+    assert [three.choices[i].text for i in (0, 3)] == [choice.text for choice in one.choices]
+    assert three.usage.prompt_tokens == one.usage.prompt_tokens
+    assert three.usage.completion_tokens >= one.usage.completion_tokens + 4
+    chunks = client.completions.create(
+        model=model,
+        prompt=[PROMPT, "One, two,"],
+        max_tokens=4,
+        temperature=1,
+        seed=5,
+        n=3,
+        stream=True,
+    )
+    texts = [""] * 6
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in three.choices]
+
+
+def _check_chat_logprobs(client: openai.OpenAI, model: str) -> None:
+    def ask(**fields: Any) -> Any:
+        return client.chat.completions.create(
+            model=model, messages=MESSAGES, max_tokens=TOKENS, temperature=0, **fields
+        )
+
+    assert ask().choices[0].logprobs is None
+    assert ask(logprobs=False, top_logprobs=0).choices[0].logprobs is None
+    (bare,) = ask(logprobs=True).choices
+    assert all(entry.top_logprobs == [] for entry in bare.logprobs.content)
+    whole = ask(logprobs=True, top_logprobs=3)
+    (choice,) = whole.choices
+    content = choice.logprobs.content
+    assert len(content) == whole.usage.completion_tokens
+    said = b"".join(bytes(entry.bytes or []) for entry in content)
+    assert said.decode() == choice.message.content
+    for entry in content:
+        assert entry.logprob <= 0
+        assert len(entry.top_logprobs) == 3
+        values = [ranked.logprob for ranked in entry.top_logprobs]
+        assert values == sorted(values, reverse=True)
+        # Greedy: what was chosen is the best.
+        best = entry.top_logprobs[0]
+        assert (entry.token, entry.logprob) == (best.token, best.logprob)
+    streamed = [
+        entry
+        for chunk in ask(logprobs=True, top_logprobs=3, stream=True)
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
+    assert [entry.token for entry in streamed] == [entry.token for entry in content]
+
+
+def _check_completion_logprobs(client: openai.OpenAI, model: str) -> None:
+    def ask(**fields: Any) -> Any:
+        return client.completions.create(
+            model=model, prompt=PROMPT, max_tokens=4, temperature=0, **fields
+        )
+
+    assert ask().choices[0].logprobs is None
+    (plain,) = ask(logprobs=2).choices
+    whole = ask(logprobs=2, echo=True)
+    (echoed,) = whole.choices
+    assert echoed.text == PROMPT + plain.text
+    found = echoed.logprobs
+    count = whole.usage.prompt_tokens + whole.usage.completion_tokens
+    columns = (found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset)
+    assert [len(column) for column in columns] == [count] * 4
+    assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+    for token, value, top in list(zip(*columns[:3], strict=True))[1:]:
+        assert top[token] == value <= 0
+        assert 2 <= len(top) <= 3
+    assert "".join(found.tokens[: whole.usage.prompt_tokens]) == PROMPT
+    for token, offset in zip(found.tokens, found.text_offset, strict=True):
+        assert echoed.text[offset:].startswith(token) or offset == len(echoed.text)
+    tail = found.tokens[whole.usage.prompt_tokens :]
+    assert tail == plain.logprobs.tokens
+    assert plain.logprobs.text_offset[0] == 0
+    chunks = list(ask(logprobs=2, echo=True, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == echoed.text
+    parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [t for part in parts for t in part.tokens] == found.tokens
+    assert [o for part in parts for o in part.text_offset] == found.text_offset
+    (only_echo,) = ask(echo=True).choices
+    assert (only_echo.text, only_echo.logprobs) == (echoed.text, None)
+
+
+def _check_every_parameter(client: openai.OpenAI, model: str) -> None:
+    def ask() -> Any:
+        return client.chat.completions.create(
+            model=model,
+            messages=MESSAGES,
+            max_tokens=TOKENS,
+            temperature=1.2,
+            seed=-3,
+            top_p=0.95,
+            presence_penalty=0.3,
+            frequency_penalty=-0.3,
+            logit_bias={"1": -100},
+            stop=["never there"],
+            extra_body={
+                "top_k": 50,
+                "min_p": 0.01,
+                "typical_p": 0.95,
+                "repetition_penalty": 1.1,
+                "stop_token_ids": [3],
+                "min_tokens": 2,
+            },
+        )
+
+    first = ask()
+    _check_usage(first.usage)
+    assert ask().choices[0].message.content == first.choices[0].message.content
+
+
 def _check_errors(client: openai.OpenAI, model: str) -> None:
     def chat(**fields: Any) -> None:
         wanted: dict[str, Any] = {"model": model, "messages": MESSAGES, "max_tokens": 1}
@@ -166,7 +293,10 @@ def _check_errors(client: openai.OpenAI, model: str) -> None:
         ({"temperature": 3}, "temperature", "invalid_value"),
         ({"max_tokens": "many"}, "max_tokens", "invalid_type"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
-        ({"n": 2}, "n", "unsupported_parameter"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"top_p": 2}, "top_p", "invalid_value"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
         ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
         ({"extra_body": {"no_such_field": 1}}, "no_such_field", "unknown_parameter"),
         ({"messages": []}, "messages", "invalid_value"),

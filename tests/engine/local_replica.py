@@ -5,9 +5,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from blitzd.engine.generation import Grammar
 from blitzd.engine.options import ReplicaOptions
 from blitzd.engine.prepared import open_prepared
 from blitzd.engine.replica import Replica, open_replica
+from blitzd.engine.token_logprobs import TokenLogprobs, entries
 from blitzd.proto.blitzd.engine import v1 as pb
 
 DEADLINE_S = 20.0
@@ -31,6 +33,8 @@ class Output:
         self.finish = pb.FinishReason.NONE
         self.error = ""
         self.cached = 0
+        self.logprobs: dict[int, TokenLogprobs] = {}
+        """By position in the request."""
 
     @property
     def ended(self) -> bool:
@@ -53,10 +57,12 @@ class LocalReplica:
         )
         self.steps = self.replica.steps
 
-    def prefill(self, *requests: pb.Request, hold: bool = False) -> None:
+    def prefill(
+        self, *requests: pb.Request, hold: bool = False, grammar: Grammar | None = None
+    ) -> None:
         with self.steps.exclusive() as stepper:
             for one in requests:
-                stepper.prefill(one, hold)
+                stepper.prefill(one, hold, grammar)
 
     def until(self, *numbers: int) -> dict[int, Output]:
         """Reads reports until all of these have ended."""
@@ -84,6 +90,9 @@ class LocalReplica:
             output.text += text
             output.finish = finish
             output.cached += cached
+        for number, position, found in entries(report):
+            assert position not in self.output(number).logprobs
+            self.output(number).logprobs[position] = found
         for number, error in zip(report.failed_ids, report.errors, strict=True):
             self.output(number).finish = pb.FinishReason.ERROR
             self.output(number).error = error

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grpclib.const import Status
@@ -14,6 +15,7 @@ from grpclib.server import Server
 from blitzd.engine.exporter import layer_checksums
 from blitzd.engine.kv_geometry import KvGeometry
 from blitzd.engine.layout import read_model_file
+from blitzd.engine.token_logprobs import TokenLogprobs
 from blitzd.fabric import ArenaServer, PeerLost, SharedArena, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
 from tests.engine.local_replica import LocalReplica, request
@@ -33,8 +35,35 @@ PROMPTS = {
     5: "z" * 65,
     6: "naïve café: " * 40,
     7: "stop here",
+    8: "everything at once, everything at once",
+    9: "everything at once, everything at once",
+    10: "penalties alone penalties alone",
 }
-SAMPLING = {7: {"temperature": 0.8, "seed": 3, "stop": ["never", "e"], "min_tokens": 5}}
+EVERYTHING: dict[str, Any] = {
+    "temperature": 1.1,
+    "seed": 2**63 + 5,
+    "top_k": 40,
+    "top_p": 0.97,
+    "min_p": 0.001,
+    "typical_p": 0.95,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.7,
+    "repetition_penalty": 1.2,
+    "bias_token_ids": [10, 65],
+    "bias_values": [1.5, -2.0],
+    "stop": ["never there"],
+    "stop_token_ids": [7],
+    "ignore_eos": True,
+    "min_tokens": 4,
+    "logprobs": 3,
+}
+SAMPLING: dict[int, dict[str, Any]] = {
+    7: {"temperature": 0.8, "seed": 3, "stop": ["never", "e"], "min_tokens": 5},
+    8: EVERYTHING,
+    9: EVERYTHING | {"seed": 4},
+    # Greedy, and strong enough that every output token decides about those after it.
+    10: {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5},
+}
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +99,15 @@ async def pair(zygotes: Zygote, model: Path, **options: object) -> tuple[Client,
     return source, target
 
 
+def assert_same_logprobs(
+    found: dict[int, TokenLogprobs], expected: dict[int, TokenLogprobs]
+) -> None:
+    assert found.keys() == expected.keys()
+    for position, (value, top) in expected.items():
+        assert found[position].logprob == pytest.approx(value, abs=1e-5)
+        assert [token for token, _ in found[position].top] == [token for token, _ in top]
+
+
 @TRANSPORTS
 @pytest.mark.parametrize("staged", [False, True], ids=["in-place", "staged"])
 def test_tokens_and_text_are_those_of_one_worker(
@@ -79,7 +117,9 @@ def test_tokens_and_text_are_those_of_one_worker(
     alone = LocalReplica(model)
     for number, prompt in PROMPTS.items():
         alone.prefill(request(number, prompt, LENGTH, **SAMPLING.get(number, {})))
+    alone.prefill(request(99, PROMPTS[10], LENGTH))
     expected = alone.until(*PROMPTS)
+    plain = alone.until(99)[99]
     alone.close()
 
     async def test() -> None:
@@ -94,6 +134,12 @@ def test_tokens_and_text_are_those_of_one_worker(
             assert here.tokens + there.tokens == expected[number].tokens
             assert here.text + there.text == expected[number].text
             assert there.finish is expected[number].finish
+            assert not here.logprobs.keys() & there.logprobs.keys()
+            both = here.logprobs | there.logprobs
+            assert_same_logprobs(both, expected[number].logprobs)
+            assert len(both) == (len(expected[number].tokens) if number in (8, 9) else 0)
+        assert expected[8].tokens != expected[9].tokens
+        assert len(set(expected[10].tokens)) > len(set(plain.tokens))
         reply = await source.stub.release_kv(pb.ReleaseKvRequest(request_ids=list(PROMPTS)))
         assert reply.released == len(PROMPTS)
         for client in (source, target):

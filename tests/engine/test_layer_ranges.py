@@ -91,7 +91,7 @@ class Side:
 def whole(directory: Path) -> list[list[int]]:
     side = Side(directory)
     while (plan := side.plan()) is not None:
-        side.complete(plan, side.executor.run(plan, side.sampling(plan)))
+        side.complete(plan, side.executor.run(plan, side.sampling(plan))[0])
     return side.outputs
 
 

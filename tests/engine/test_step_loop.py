@@ -153,11 +153,11 @@ def test_a_draw_is_made_for_the_place_that_the_token_takes(
 ) -> None:
     places: list[int] = []
 
-    def recording(logits: Any, params: Any, positions: list[int]) -> list[int]:
+    def recording(logits: Any, params: Any, positions: list[int], *rest: Any) -> list[int]:
         places.extend(positions)
-        return sample(logits, params, positions)
+        return sample(logits, params, positions, *rest)
 
-    monkeypatch.setattr("blitzd.engine.executor.sample", recording)
+    monkeypatch.setattr("blitzd.engine.scoring.sample", recording)
     replica = start(max_batch_tokens=16)
     replica.prefill(request(1, "x" * 40, 3, temperature=0.5, seed=1))
     replica.until(1)
@@ -269,7 +269,7 @@ class FailingOnce(Executor):
         self._inner = inner
         self._failed = False
 
-    def run(self, *arguments: Any) -> list[int]:
+    def run(self, *arguments: Any) -> Any:
         if not self._failed:
             self._failed = True
             raise RuntimeError("out of luck")
@@ -299,7 +299,7 @@ class Gate(Executor):
         self.entered = threading.Semaphore(0)
         self.go = threading.Semaphore(0)
 
-    def run(self, *arguments: Any) -> list[int]:
+    def run(self, *arguments: Any) -> Any:
         self.entered.release()
         assert self.go.acquire(timeout=10)
         return self._inner.run(*arguments)

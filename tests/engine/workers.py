@@ -14,6 +14,7 @@ from typing import Any
 
 from grpclib.client import Channel
 
+from blitzd.engine.token_logprobs import entries
 from blitzd.proto.blitzd.engine import v1 as pb
 from tests.engine.local_replica import Output
 
@@ -155,6 +156,8 @@ class Client:
             output.tokens.append(token)
             output.text += text
             output.finish = finish
+        for number, position, found in entries(report):
+            self.outputs[number].logprobs[position] = found
         for number, error in zip(report.failed_ids, report.errors, strict=True):
             output = self.outputs.setdefault(number, Output())
             output.finish, output.error = pb.FinishReason.ERROR, error

@@ -6,7 +6,7 @@ requests are in the folded state until they end, in exactly one of the end state
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from blitzd.node.face import (
@@ -17,6 +17,7 @@ from blitzd.node.face import (
     HistogramData,
     ModelCard,
     Observations,
+    TokenLogprobs,
 )
 
 MODEL = "org/scripted-1b"
@@ -45,9 +46,36 @@ def say(*texts: str, finish: str | None = "stop") -> list[Delta]:
     ]
 
 
+def logprobs_of(token: int, top: int) -> TokenLogprobs:
+    """The token itself is the best, its successors follow."""
+    ranked = [((token + i) % VOCAB, -0.25 - i) for i in range(top)]
+    return TokenLogprobs(-0.25, ranked)
+
+
+def scored(request: GenerateRequest, script: Script) -> Script:
+    """With the logprobs that were asked for, where the script has none of its own."""
+    found: list[Delta | Pause | Exception] = []
+    if request.prompt_logprobs is not None:
+        for token in request.prompt_tokens[1:]:
+            scores = (logprobs_of(token, request.prompt_logprobs),)
+            found.append(Delta("", (), prompt_logprobs=scores))
+    for step in script:
+        if isinstance(step, Delta) and not step.logprobs:
+            scores = tuple(logprobs_of(token, request.logprobs or 0) for token in step.token_ids)
+            step = replace(step, logprobs=scores)
+        found.append(step)
+    return found
+
+
 class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def spell(self, token_id: int) -> tuple[str, bytes]:
+        if token_id >= 256:
+            return f"<|{token_id}|>", b""
+        own = bytes([token_id])
+        return own.decode(errors="replace"), own
 
     def render_chat(self, messages: list[dict[str, Any]]) -> str:
         if messages[0]["role"] == "assistant":
@@ -95,6 +123,8 @@ class ScriptedNode:
         self.made += 1
         self.open[self.made] = "queued"
         script = self.script(request) if callable(self.script) else self.script
+        if request.logprobs is not None:
+            script = scored(request, script)
         return ScriptedGeneration(self, self.made, script)
 
     def health(self) -> Health:

@@ -12,6 +12,15 @@ from tests.http.served import chat_body, frames, post, served
 USAGE = {"include_usage": True}
 
 
+def counted(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
 def test_chat_answers_with_message_usage_and_reason() -> None:
     with served(ScriptedNode()) as server:
         before = int(time.time())
@@ -37,6 +46,7 @@ def test_chat_answers_with_message_usage_and_reason() -> None:
             "prompt_tokens": len("<user>Hi\n<assistant>"),
             "completion_tokens": 3,
             "total_tokens": len("<user>Hi\n<assistant>") + 3,
+            "prompt_tokens_details": {"cached_tokens": 0},
         },
     }
 
@@ -49,7 +59,7 @@ def test_completion_answers_with_text_usage_and_reason() -> None:
     assert body["choices"] == [
         {"index": 0, "text": "ab", "logprobs": None, "finish_reason": "length"}
     ]
-    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
+    assert body["usage"] == counted(4, 2)
 
 
 @pytest.mark.parametrize("usage", [False, True])
@@ -96,7 +106,7 @@ def test_completion_stream_shape(usage: bool) -> None:
     assert {c["object"] for c in chunks} == {"text_completion"}
     if last is not None:
         assert last["choices"] == []
-        assert last["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+        assert last["usage"] == counted(2, 2)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +182,7 @@ def test_each_prompt_is_a_choice(prompt: list[Any]) -> None:
         whole = server.complete(prompt=prompt).json
         *chunks, _ = frames(server.complete(prompt=prompt, stream=True).body)
     assert [(c["index"], c["text"]) for c in whole["choices"]] == [(0, "a!"), (1, "b!"), (2, "c!")]
-    assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    assert whole["usage"] == counted(3, 6)
     texts, ends = ["", "", ""], [0, 0, 0]
     for (choice,) in (c["choices"] for c in chunks):
         assert ends[choice["index"]] == 0, "text after the end of a choice"
@@ -201,6 +211,16 @@ def test_parameters_reach_the_node() -> None:
             stop_token_ids=[3, 4],
             ignore_eos=True,
             min_tokens=2,
+            top_p=0.9,
+            top_k=40,
+            min_p=0.05,
+            typical_p=0.8,
+            presence_penalty=-0.5,
+            frequency_penalty=1,
+            repetition_penalty=1.1,
+            logit_bias={"3": -100, "299": 1.5},
+            logprobs=True,
+            top_logprobs=4,
         )
         server.chat(stop=["a", "b"], max_tokens=9, max_completion_tokens=9)
         server.chat()
@@ -216,13 +236,22 @@ def test_parameters_reach_the_node() -> None:
         stop_token_ids=(3, 4),
         ignore_eos=True,
         min_tokens=2,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        typical_p=0.8,
+        presence_penalty=-0.5,
+        frequency_penalty=1.0,
+        repetition_penalty=1.1,
+        logit_bias=((3, -100.0), (299, 1.5)),
+        logprobs=4,
         model=MODEL,
     )
     assert (both.stop, both.max_tokens) == (("a", "b"), 9)
     # OpenAI's defaults: the rest of the context for chat, 16 for plain completions.
     assert chat.max_tokens == 512 - len(chat.prompt_tokens)
     assert (chat.temperature, chat.seed, chat.stop) == (1.0, None, ())
-    assert completion.max_tokens == 16
+    assert completion == GenerateRequest(tuple(b"Hi"), max_tokens=16, temperature=1.0, model=MODEL)
     assert long.max_tokens == 7
 
 

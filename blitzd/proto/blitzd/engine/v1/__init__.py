@@ -531,6 +531,56 @@ class Sampling(betterproto2.Message):
 
     min_tokens: "int" = betterproto2.field(6, betterproto2.TYPE_UINT32)
 
+    top_k: "int" = betterproto2.field(7, betterproto2.TYPE_UINT32)
+    """
+    What 0 and absence mean is what changes nothing.
+    """
+
+    top_p: "float | None" = betterproto2.field(
+        8, betterproto2.TYPE_DOUBLE, optional=True
+    )
+
+    min_p: "float" = betterproto2.field(9, betterproto2.TYPE_DOUBLE)
+
+    typical_p: "float | None" = betterproto2.field(
+        10, betterproto2.TYPE_DOUBLE, optional=True
+    )
+
+    presence_penalty: "float" = betterproto2.field(11, betterproto2.TYPE_DOUBLE)
+
+    frequency_penalty: "float" = betterproto2.field(12, betterproto2.TYPE_DOUBLE)
+
+    repetition_penalty: "float | None" = betterproto2.field(
+        13, betterproto2.TYPE_DOUBLE, optional=True
+    )
+
+    bias_token_ids: "list[int]" = betterproto2.field(
+        14, betterproto2.TYPE_UINT32, repeated=True
+    )
+    """
+    bias_values[i] is added to the logit of [i]
+    """
+
+    bias_values: "list[float]" = betterproto2.field(
+        15, betterproto2.TYPE_DOUBLE, repeated=True
+    )
+
+    logprobs: "int | None" = betterproto2.field(
+        16, betterproto2.TYPE_UINT32, optional=True
+    )
+    """
+    Absent: no logprobs. Else those of the output tokens, with this many of the best
+    tokens beside each.
+    """
+
+    prompt_logprobs: "int | None" = betterproto2.field(
+        17, betterproto2.TYPE_UINT32, optional=True
+    )
+    """
+    The same for the prompt's tokens but the first. Such a request takes nothing from the
+    prefix cache. Absent when there are output tokens: the prompt's went out with the first.
+    """
+
 
 default_message_pool.register_message("blitzd.engine.v1", "Sampling", Sampling)
 
@@ -589,6 +639,37 @@ class StepReport(betterproto2.Message):
     """
     One per row: prompt tokens that the prefix cache saved, on a request's first row.
     """
+
+    logprob_request_ids: "list[int]" = betterproto2.field(
+        15, betterproto2.TYPE_UINT64, repeated=True
+    )
+    """
+    Logprobs, of requests that asked; empty when none did. Entry i is about the token at
+    position logprob_positions[i] (from 0, the prompt's tokens first) of a request: its
+    logprob, and the best tokens there, of which the entry has the next
+    logprob_top_counts[i] of top_token_ids and top_logprobs, best first. Those of a
+    request come in order; a prompt that is computed again elsewhere begins again.
+    """
+
+    logprob_positions: "list[int]" = betterproto2.field(
+        16, betterproto2.TYPE_UINT32, repeated=True
+    )
+
+    logprob_values: "list[float]" = betterproto2.field(
+        17, betterproto2.TYPE_FLOAT, repeated=True
+    )
+
+    logprob_top_counts: "list[int]" = betterproto2.field(
+        18, betterproto2.TYPE_UINT32, repeated=True
+    )
+
+    top_token_ids: "list[int]" = betterproto2.field(
+        19, betterproto2.TYPE_UINT32, repeated=True
+    )
+
+    top_logprobs: "list[float]" = betterproto2.field(
+        20, betterproto2.TYPE_FLOAT, repeated=True
+    )
 
 
 default_message_pool.register_message("blitzd.engine.v1", "StepReport", StepReport)
