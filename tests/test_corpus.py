@@ -46,6 +46,14 @@ def test_every_state_on_the_way_keeps_the_invariants(log: Path) -> None:
         assert violations(state) == [], record
 
 
+def test_every_state_on_the_way_survives_a_snapshot(log: Path) -> None:
+    state = ClusterState()
+    for record in LogReader(log).records():
+        replay_one(state, record)
+        again = ClusterState.decode(state.encode())
+        assert (again.hash(), again.encode()) == (state.hash(), state.encode()), record
+
+
 def test_it_is_decided_again_as_recorded(log: Path) -> None:
     result = redecide(LogReader(log).records())
     assert result.difference is None, (

@@ -122,11 +122,13 @@ def test_a_damaged_snapshot_is_passed_over(tmp_path: Path) -> None:
     assert restore(tmp_path).hash() == state.hash()
 
 
-@pytest.mark.parametrize("what", ["state", "hash"])
+@pytest.mark.parametrize("what", ["no state", "another state"])
 def test_a_snapshot_of_something_else_is_passed_over(tmp_path: Path, what: str) -> None:
     state = live_once(tmp_path, 5)
-    contents = (state.hash(), b"\x93nonsense") if what == "state" else ("0" * 64, state.encode())
-    write_snapshot(tmp_path / "log", Snapshot(state.seq, *contents))
+    other = ClusterState.decode(state.encode())
+    other.node.wanted_prefill = 7
+    contents = b"\x93nonsense" if what == "no state" else other.encode()
+    write_snapshot(tmp_path / "log", Snapshot(state.seq, state.hash(), contents))
     assert restore(tmp_path).hash() == state.hash()
 
 
@@ -154,6 +156,16 @@ def test_a_snapshot_ahead_of_its_log_is_refused(tmp_path: Path) -> None:
     anyio.run(main)
     assert journal.snapshot_seq == 0
     assert seqs(tmp_path) == []
+    writer.close()
+
+
+def test_a_snapshot_s_records_are_on_disk_before_it_is(tmp_path: Path) -> None:
+    writer = LogWriter.open(tmp_path / "log")
+    journal = FileJournal(writer, tmp_path / "log")
+    journal.append(RECORDS[:3])
+    assert writer.durable_seq == 0
+    anyio.run(journal.snapshot, Snapshot(3, "", b""))
+    assert (writer.durable_seq, journal.snapshot_seq) == (3, 3)
     writer.close()
 
 
