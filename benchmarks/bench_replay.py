@@ -32,6 +32,7 @@ from blitzd.events import types as ev
 from blitzd.fsm import ClusterState, RequestState
 from blitzd.fsm.replaying import replay
 from blitzd.node.driver import SNAPSHOT_EVERY
+from blitzd.node.journal import SEGMENT_BYTES
 from blitzd.node.restore import restore
 
 ROLES = ("prefill",) * 3 + ("decode",) * 3 + ("colocated", "spare")
@@ -133,7 +134,7 @@ class Life:
 def write_log(directory: Path, events: int) -> None:
     """The life's first `events` records, with one snapshot SNAPSHOT_EVERY before the end."""
     life = Life()
-    writer = LogWriter.open(directory)
+    writer = LogWriter.open(directory, segment_bytes=SEGMENT_BYTES)
     waiting: list[Record] = []
     snapshot_at = max(0, events - SNAPSHOT_EVERY)
     # A shadow of the core, since that one is ahead of what is on disk by what it has ready.

@@ -23,7 +23,7 @@ from blitzd.fsm import ReplicaState
 from blitzd.node.config import NodeConfig
 from blitzd.node.driver import Driver
 from blitzd.node.face import GenerateRequest, Generation, Health, ModelCard, Observations
-from blitzd.node.journal import FileJournal
+from blitzd.node.journal import SEGMENT_BYTES, FileJournal
 from blitzd.node.observe import new_observations
 from blitzd.node.paths import runtime_dir
 from blitzd.node.restore import restore
@@ -69,6 +69,7 @@ class NodeDaemon:
         self._writer = LogWriter.open(
             config.state_dir / "log",
             Identity(blitzd.__version__, self._model.digest, config.node),
+            segment_bytes=SEGMENT_BYTES,
         )
         self._clock = SystemClock()
         self.core = Core(restore(config.state_dir))

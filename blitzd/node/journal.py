@@ -18,6 +18,9 @@ from blitzd.events import (
 from blitzd.events.snapshot import snapshot_seqs
 from blitzd.node.ports import JournalUnavailable
 
+SEGMENT_BYTES = 16 << 20
+"""A start checks the segment of its snapshot from the beginning: with four times as much it
+takes three times as long."""
 SNAPSHOTS_KEPT = 32
 """The log reaches back to the oldest of them: some millions of records, or as many starts."""
 
