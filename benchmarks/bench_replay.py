@@ -39,6 +39,7 @@ ROLES = ("prefill",) * 3 + ("decode",) * 3 + ("colocated", "spare")
 UNDER_WAY = 30
 BLOCKS = 1024
 APPEND_RECORDS = 1000
+UNSYNCED_BYTES = 1 << 20
 ROUNDS = 3
 WALL_NS = 1_764_435_600_000_000_000
 
@@ -145,6 +146,8 @@ def write_log(directory: Path, events: int) -> None:
         if len(waiting) < APPEND_RECORDS and not done:
             continue
         writer.append(waiting)
+        if writer.status().unsynced_bytes > UNSYNCED_BYTES:
+            writer.sync()  # segments change with syncs
         replay(shadow, waiting)
         if snapshot_at and shadow.seq >= snapshot_at:
             writer.sync()

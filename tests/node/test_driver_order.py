@@ -51,8 +51,10 @@ def test_what_asks_for_it_is_on_disk_before_anything_acts_on_it() -> None:
         driver = Driver(core, disk, VirtualClock(), new_observations(), lambda: 7, 1)
         roles, policy = (("r0", "prefill"), ("r1", "decode")), Policy().pairs()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(driver.run, watcher)
-            await driver.post(ev.Booted(1, "t", "local", roles, policy, CORE_VERSION))
+            boot = ev.Booted(1, "t", "local", roles, policy, CORE_VERSION)
+            tasks.start_soon(driver.run, watcher, boot)
+            # Its workers are spawned before anyone can say that they have started.
+            await anyio.sleep(0.1)
             for replica in ("r0", "r1"):
                 await driver.post(ev.WorkerStarted(replica, 1, 1))
                 await driver.post(ev.WorkerDescribed(replica, 1, 1))
