@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from blitzd.engine.arena import Arena
+from blitzd.engine.catalogue import CATALOGUE, DEFAULT_MODEL, is_pulled, prepared_dir, resolve
 from blitzd.engine.errors import InvalidField
+from blitzd.engine.prepare import prepare
+from blitzd.engine.tokenizer import Tokenizer
 from blitzd.proto.blitzd.engine import v1 as pb
 from blitzd.sched import StepPlan
 from tests.engine.local_replica import LocalReplica, Output, request
@@ -151,6 +154,33 @@ def test_logprobs_are_those_of_transformers(start: Start, model: Path, chunk: in
     assert_transformers(model, output, PROMPT, 3, size, size + length)
     assert_transformers(model, found[3], PROMPT, 0, 1, size)
     assert found[4].logprobs == {}
+
+
+@pytest.mark.skipif(not is_pulled(CATALOGUE[DEFAULT_MODEL]), reason="blitzd model pull was not run")
+def test_logprobs_of_the_embedded_model_are_those_of_transformers() -> None:
+    """In float32, also where a prompt has several chunks and slices of logits."""
+    directory = prepare(resolve(DEFAULT_MODEL), "float32", prepared_dir())
+    tokenizer = Tokenizer.from_dir(directory)
+    prompt = tokenizer.encode("The history of France begins with the Gauls, " * 8)
+    wanted = pb.Sampling(logprobs=5, prompt_logprobs=5)
+    replica = LocalReplica(directory, 16, max_batch_tokens=70)
+    replica.prefill(pb.Request(request_id=1, prompt_tokens=prompt, max_tokens=4, sampling=wanted))
+    output = replica.until(1)[1]
+    replica.close()
+    tokens = [*prompt, *output.tokens]
+    assert sorted(output.logprobs) == list(range(1, len(tokens)))
+    rows = reference_logprobs(directory, tokens)
+    worst = 0.0
+    for position, found in output.logprobs.items():
+        row = rows[position - 1]
+        ids, values = zip(*found.top, strict=True)
+        ours = torch.tensor([found.logprob, *values])
+        # By id, since two that are nearly equal may change places.
+        theirs = row[[tokens[position], *ids]]
+        worst = max(worst, float((ours - theirs).abs().max()))
+        assert float(row.topk(5).values[-1]) <= min(values) + 1e-3
+    print(f"largest difference of {6 * len(output.logprobs)} logprobs: {worst:.1e}")
+    assert worst < 1e-3
 
 
 def test_a_warm_prefix_cache_does_not_cost_prompt_logprobs(start: Start, model: Path) -> None:
