@@ -100,9 +100,7 @@ class Executor:
         if not ends:
             return []
         rows = hidden if len(ends) == end else hidden[ends]
-        # Sampled on the host, so that a seed gives the same token on every device.
-        logits = self._model.logits(rows).cpu()
-        return choose(logits, sampling)
+        return choose(self._model.logits(rows), sampling)
 
     def _prepare(self, plan: StepPlan) -> _Planned:
         """Plans the attention, unless it is planned for just this: the ranges of one step

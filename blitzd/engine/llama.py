@@ -76,9 +76,9 @@ class Llama:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] in float32 (float64 for a float64 model) of rows that all layers
-        have seen."""
+        have seen. On the host, so that a seed draws the same token on every device."""
         normed = rms_norm(hidden, (self.config.hidden,), self._norm, self.config.norm_eps)
-        logits = project(normed, self._head)
+        logits = project(normed, self._head).cpu()
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _run_layer(self, index: int, hidden: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:

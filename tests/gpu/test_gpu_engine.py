@@ -97,7 +97,7 @@ class Forward:
             contexts = [len(head) + step + 1 for head, _ in sequences]
             batch = BatchLayout([1] * len(prompts), contexts, tables)
             hidden = self.hidden(batch, [tail[step] for _, tail in sequences], splits)
-            rows.append(self.model.logits(hidden).cpu())
+            rows.append(self.model.logits(hidden))
         return torch.stack(rows, 1)
 
 
