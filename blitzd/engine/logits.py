@@ -16,6 +16,8 @@ import msgspec
 import torch
 
 _OUT = float("-inf")
+_HEAD = 1024
+"""Tokens that top-p looks at before it sorts them all."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,12 +141,15 @@ def restrict(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def _top_p(row: torch.Tensor, top_p: float) -> torch.Tensor:
-    values, order = row.sort(descending=True)
-    mass = values.softmax(-1)
-    above = mass.cumsum(-1) - mass
-    out = above >= top_p
-    out[0] = False
-    return row.masked_fill(torch.zeros_like(out).scatter_(0, order, out), _OUT)
+    """The nucleus is mostly small, and its head is found many times as fast as by a sort of
+    the vocabulary."""
+    mass = row.softmax(-1)
+    values, order = mass.topk(min(_HEAD, len(row)))
+    if float(values.sum()) < top_p:
+        values, order = mass.sort(descending=True)
+    above = values.cumsum(-1) - values
+    kept = order[above < top_p] if top_p > 0 else order[:1]
+    return torch.full_like(row, _OUT).index_copy_(0, kept, row[kept])
 
 
 def _typical_p(row: torch.Tensor, typical_p: float) -> torch.Tensor:

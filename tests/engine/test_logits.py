@@ -47,6 +47,20 @@ def test_cuts_equal_transformers(changes: dict[str, Any], theirs: Any) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("spread", [3.0, 0.3])
+def test_top_p_of_a_large_vocabulary(spread: float) -> None:
+    """Peaked, so that the nucleus is among the first that are looked at, and flat, so that
+    it is not."""
+    sizes = []
+    for seed in range(10):
+        row = random_row(seed, 8000) / 3 * spread
+        expected = TopPLogitsWarper(0.9)(torch.zeros(1, 0, dtype=torch.long), row.unsqueeze(0))[0]
+        found = restrict(row, SamplingParams(temperature=1.0, top_p=0.9))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        sizes.append(int((found > float("-inf")).sum()))
+    assert max(sizes) < 1024 if spread > 1 else min(sizes) > 1024
+
+
 def test_cuts_follow_one_another_as_in_transformers() -> None:
     params = SamplingParams(temperature=1.0, top_k=50, top_p=0.8, min_p=0.02, typical_p=0.9)
     ids = torch.zeros(1, 0, dtype=torch.long)
