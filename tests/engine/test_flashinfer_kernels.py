@@ -15,18 +15,7 @@ from blitzd.engine.attention_flashinfer import DTYPES, HEAD_DIMS
 
 CUDA_HOMES = (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda")
 
-BUILD = """
-import sys, torch
-from flashinfer.jit.attention.modules import gen_batch_decode_module, gen_batch_prefill_module
-kind, dtype, head_dim = sys.argv[1], getattr(torch, sys.argv[2]), int(sys.argv[3])
-numbers = (dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False)
-if kind == "decode":
-    spec = gen_batch_decode_module(*numbers)
-else:
-    spec = gen_batch_prefill_module("fa2", *numbers, False)
-spec.build(verbose=False)
-print(spec.jit_library_path)
-"""
+PROGRAM = Path(__file__).resolve().parents[2] / "scripts/compile_flashinfer.py"
 
 
 def cuda_home() -> Path | None:
@@ -54,7 +43,7 @@ def test_modules_compile_for_a100_and_h100(tmp_path: Path, arch: str, kind: str)
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     built = subprocess.run(
-        ["nice", "-n", "15", sys.executable, "-c", BUILD, kind, DTYPES[0], str(HEAD_DIMS[0])],
+        ["nice", "-n", "15", sys.executable, str(PROGRAM), kind, DTYPES[0], str(HEAD_DIMS[0])],
         env=environment,
         capture_output=True,
         text=True,
