@@ -122,18 +122,18 @@ Engine = Blitzd | Transformers
 def measurements(engine: Engine, repeat: int) -> dict[str, float]:
     """Higher is better in each. Prompts differ between rounds, so that no cache helps."""
     ttft, tpot = engine.single(job(repeat, 64, 48))
-    equal = [job(1000 + 100 * repeat + i, 64, 48) for i in range(TOGETHER)]
+    equal = [job(1000 + 100 * repeat + i, 64, 32) for i in range(TOGETHER)]
     drawn = random.Random(7)
     spread = [
         job(5000 + 100 * repeat + i, drawn.randint(16, 256), drawn.randint(16, 256))
-        for i in range(3 * TOGETHER)
+        for i in range(2 * TOGETHER)
     ]
     long = engine.single(job(9000 + repeat, 512, 1))[0]
     return {
         "1 / TTFT, 64-token prompt": 1 / ttft,
         "decode tokens/s, 1 stream (1 / TPOT)": 1 / tpot,
-        "tokens/s, 8 equal": TOGETHER * 48 / engine.many(equal),
-        "tokens/s, 24 spread": sum(one.new_tokens for one in spread) / engine.many(spread),
+        "tokens/s, 8 equal": TOGETHER * 32 / engine.many(equal),
+        "tokens/s, 16 spread": sum(one.new_tokens for one in spread) / engine.many(spread),
         "prefill tokens/s at 512": 512 / long,
     }
 
@@ -161,6 +161,7 @@ def report(
     for repeat in range(rounds):
         for engine in engines:
             for what, value in measure(engine, repeat).items():
+                print(f"  round {repeat + 1}, {engine.name}: {what} {value:.2f}", flush=True)
                 seen.setdefault(what, {}).setdefault(engine.name, []).append(value)
     for what, by_engine in seen.items():
         medians = {name: statistics.median(values) for name, values in by_engine.items()}
