@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv up test lint proto docs chaos clean
+.PHONY: venv up test test-slow lint proto docs chaos clean
 
 venv: .venv/.stamp
 
@@ -25,6 +25,10 @@ lint: venv
 test: lint
 	$(BIN)/blitzd model pull smollm2-135m
 	$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+# What takes minutes: hundreds of kills, the long goldens, compilation for GPUs.
+test-slow: venv
+	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1800
 
 # Seeded faults on the driver in virtual time: `make chaos SEEDS=1000`.
 SEEDS ?= 200

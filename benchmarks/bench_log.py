@@ -26,8 +26,15 @@ import uvloop
 
 from blitzd.control.core import CORE_VERSION, Core
 from blitzd.control.policy import Policy
-from blitzd.events import LogReader, LogWriter, Record, Snapshot, latest_snapshot, write_snapshot
-from blitzd.events import types as ev
+from blitzd.events import (
+    LogReader,
+    LogWriter,
+    Record,
+    Snapshot,
+    latest_snapshot,
+    types as ev,
+    write_snapshot,
+)
 from blitzd.events.codec import Chain, encode_batch
 from blitzd.fsm import ClusterState, fold
 from blitzd.node.journal import FileJournal

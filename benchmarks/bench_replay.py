@@ -27,8 +27,7 @@ import msgspec
 from blitzd.control.core import CORE_VERSION, Core
 from blitzd.control.policy import Policy
 from blitzd.control.redecide import redecide
-from blitzd.events import LogReader, LogWriter, Record, Snapshot, write_snapshot
-from blitzd.events import types as ev
+from blitzd.events import LogReader, LogWriter, Record, Snapshot, types as ev, write_snapshot
 from blitzd.fsm import ClusterState, RequestState
 from blitzd.fsm.replaying import replay
 from blitzd.node.driver import SNAPSHOT_EVERY

@@ -17,8 +17,7 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from blitzd.control.core import CORE_VERSION
-from blitzd.events import Identity, LogWriter
-from blitzd.events import types as ev
+from blitzd.events import Identity, LogWriter, types as ev
 from blitzd.events.record import Kind, Record
 from blitzd.fsm import ClusterState
 from blitzd.fsm.replaying import replay

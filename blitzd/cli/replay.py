@@ -22,8 +22,7 @@ from blitzd.control.redecide import redecide as decide_again
 from blitzd.events import Kind, LogError
 from blitzd.fsm import ClusterState, IllegalEvent, IllegalTransition
 from blitzd.fsm.diff import Differ
-from blitzd.fsm.replaying import HashDiffers, replay_one
-from blitzd.fsm.replaying import replay as fold_all
+from blitzd.fsm.replaying import HashDiffers, replay as fold_all, replay_one
 from blitzd.fsm.story import Storyteller
 from blitzd.fsm.watched import WatchedState
 

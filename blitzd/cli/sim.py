@@ -12,9 +12,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
-from blitzd.sim import kv as kv_module
-from blitzd.sim import lab as lab_module
-from blitzd.sim import placement_report as placement_module
+from blitzd.sim import kv as kv_module, lab as lab_module, placement_report as placement_module
 from blitzd.sim.candidates import Space
 from blitzd.sim.coefficients import load_coefficients
 from blitzd.sim.errors import InputError

@@ -1,7 +1,6 @@
 """One request in a worker: its place in the schedule, its sampling, its text so far."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Listing
+from collections.abc import Callable, Sequence as Listing
 from dataclasses import dataclass
 
 import torch

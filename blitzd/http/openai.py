@@ -72,14 +72,14 @@ class OpenAIRoutes:
         wanted = await _sized(raw, prepare.of_completion, card, tokenizer, body)
         return await self._answer(request, body, tokenizer, wanted)
 
-    def _model(self, body: schema.Sampling) -> tuple[ModelCard, ChatTokenizer]:
+    def _model(self, body: schema.Body) -> tuple[ModelCard, ChatTokenizer]:
         card = prepare.card_of(self._node, body.model)
         return card, self._node.tokenizer(card.name)
 
     async def _answer(
         self,
         request: web.Request,
-        body: schema.Sampling,
+        body: schema.Body,
         tokenizer: ChatTokenizer,
         wanted: Sequence[prepare.Wanted],
     ) -> web.StreamResponse:
@@ -107,7 +107,7 @@ class OpenAIRoutes:
                 await stream.send_last(frame(as_api_error(failure).body()))
             return stream.response
 
-    def _wire(self, body: schema.Sampling, request_id: int) -> Wire:
+    def _wire(self, body: schema.Body, request_id: int) -> Wire:
         card = prepare.card_of(self._node, body.model)
         kind, prefix = (
             (ChatWire, "chatcmpl")
@@ -144,7 +144,7 @@ class OpenAIRoutes:
                     await stream.send(frames + wire.piece(index, piece))
 
 
-def _choice(body: schema.Sampling, tokenizer: ChatTokenizer, wanted: prepare.Wanted) -> Choice:
+def _choice(body: schema.Body, tokenizer: ChatTokenizer, wanted: prepare.Wanted) -> Choice:
     renderer: ChatRenderer | TextRenderer | None = None
     if body.top() is not None:
         renderer = (

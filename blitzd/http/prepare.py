@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from blitzd.http.errors import ApiError, bad_request
 from blitzd.http.neutral import shown
-from blitzd.http.schema import ChatRequest, CompletionRequest, Sampling
+from blitzd.http.schema import Body, ChatRequest, CompletionRequest
 from blitzd.node.face import ChatTokenizer, GenerateRequest, ModelCard, NodeFace
 
 COMPLETION_TOKENS = 16
@@ -69,7 +69,7 @@ def of_completion(
     return wanted
 
 
-def _choices(request: GenerateRequest, body: Sampling, echoed: str | None = None) -> list[Wanted]:
+def _choices(request: GenerateRequest, body: Body, echoed: str | None = None) -> list[Wanted]:
     """The first has the seed that was asked for, the others theirs derived from it."""
     return [
         Wanted(
@@ -104,7 +104,7 @@ def _check_ids(ids: list[int], card: ModelCard, param: str) -> None:
 
 
 def _generation(
-    body: Sampling, card: ModelCard, tokens: list[int], param: str, default_tokens: int | None
+    body: Body, card: ModelCard, tokens: list[int], param: str, default_tokens: int | None
 ) -> GenerateRequest:
     stop_ids = body.stop_token_ids or []
     _check_ids(stop_ids, card, "stop_token_ids")
@@ -164,7 +164,7 @@ def _logit_bias(biases: dict[str, float], card: ModelCard) -> tuple[tuple[int, f
 
 
 def _max_tokens(
-    body: Sampling, card: ModelCard, prompt_tokens: int, param: str, default: int | None
+    body: Body, card: ModelCard, prompt_tokens: int, param: str, default: int | None
 ) -> int:
     room = card.context_tokens - prompt_tokens
     if room < 1:

@@ -58,10 +58,6 @@ class Sampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """The field that bounds the output, and its value if it was given."""
         return "max_tokens", self.max_tokens
 
-    def top(self) -> int | None:
-        """How many of the best tokens are wanted beside each token; None: no logprobs."""
-        raise NotImplementedError
-
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
@@ -98,6 +94,7 @@ class ChatRequest(Sampling, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: _Top | None = None
 
     def top(self) -> int | None:
+        """How many of the best tokens are wanted beside each token; None: no logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def wanted_tokens(self) -> tuple[str, int | None]:
@@ -119,6 +116,7 @@ class CompletionRequest(Sampling, forbid_unknown_fields=True, kw_only=True):
     best_of: _Count | None = None
 
     def top(self) -> int | None:
+        """As for chat."""
         return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
@@ -149,7 +147,9 @@ class CompletionRequest(Sampling, forbid_unknown_fields=True, kw_only=True):
         return [item for item in items if not isinstance(item, int)]
 
 
-RequestType = TypeVar("RequestType", bound=Sampling)
+Body = ChatRequest | CompletionRequest
+
+RequestType = TypeVar("RequestType", bound=Body)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
@@ -222,7 +222,7 @@ def _unknown(name: str, known: list[str]) -> ApiError:
     )
 
 
-def _check_together(request: Sampling) -> None:
+def _check_together(request: Body) -> None:
     if request.stream_options is not None:
         if not request.stream:
             raise bad_request(

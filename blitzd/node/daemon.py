@@ -16,8 +16,7 @@ from blitzd.engine.kv_geometry import BLOCK_TOKENS
 from blitzd.engine.layout import read_model_file
 from blitzd.engine.model_config import ModelConfig
 from blitzd.engine.tokenizer import Tokenizer
-from blitzd.events import Identity, LogReader, LogWriter
-from blitzd.events import types as ev
+from blitzd.events import Identity, LogReader, LogWriter, types as ev
 from blitzd.events.json_form import record_json
 from blitzd.fsm import ReplicaState
 from blitzd.node.config import NodeConfig

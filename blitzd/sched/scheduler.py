@@ -9,8 +9,7 @@ waits, first in line, to be computed again (mostly from the prefix cache).
 """
 
 from collections import deque
-from collections.abc import Collection
-from collections.abc import Sequence as Listing
+from collections.abc import Collection, Sequence as Listing
 
 from blitzd.sched.block_manager import BlockManager, NoFreeBlocks
 from blitzd.sched.plan import Chunk, NoRoom, Refused, Reservation, StepPlan

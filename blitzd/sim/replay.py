@@ -5,8 +5,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 
-from blitzd.sched import BlockManager, Finish, NoRoom, Refused, Scheduler, StepPlan
-from blitzd.sched import Sequence as Scheduled
+from blitzd.sched import (
+    BlockManager,
+    Finish,
+    NoRoom,
+    Refused,
+    Scheduler,
+    Sequence as Scheduled,
+    StepPlan,
+)
 from blitzd.sim.errors import InputError
 from blitzd.sim.lane import Job
 

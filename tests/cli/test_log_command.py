@@ -15,9 +15,9 @@ from blitzd.events import (
     Record,
     Snapshot,
     apply_retention,
+    types as ev,
     write_snapshot,
 )
-from blitzd.events import types as ev
 from blitzd.fsm import ClusterState, fold
 
 HISTORY: list[Payload] = [

@@ -13,8 +13,15 @@ import pytest
 
 from blitzd.cli import app
 from blitzd.control.core import CORE_VERSION
-from blitzd.events import LogReader, LogWriter, Record, Snapshot, apply_retention, write_snapshot
-from blitzd.events import types as ev
+from blitzd.events import (
+    LogReader,
+    LogWriter,
+    Record,
+    Snapshot,
+    apply_retention,
+    types as ev,
+    write_snapshot,
+)
 from blitzd.fsm import ClusterState
 from blitzd.fsm.replaying import replay as fold_all
 from tests.control.harness import MS, Harness

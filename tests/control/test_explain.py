@@ -6,8 +6,7 @@ import pytest
 
 from blitzd.control.explain import Explainer, Explanation
 from blitzd.control.explain_rules import RULES
-from blitzd.events import LogReader
-from blitzd.events import types as ev
+from blitzd.events import LogReader, types as ev
 from blitzd.events.record import REGISTRY, Record
 from blitzd.fsm import ClusterState
 from tests.control.harness import Harness

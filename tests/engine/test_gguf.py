@@ -8,11 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFReader
+from gguf import GGMLQuantizationType as Kind, GGUFReader
 from gguf.quants import dequantize
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from blitzd.engine.catalogue import CATALOGUE, DEFAULT_MODEL, is_pulled, model_path
 from blitzd.engine.gguf import GgufError, GgufFile

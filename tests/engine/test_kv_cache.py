@@ -6,8 +6,7 @@ import mmap
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from blitzd.engine.kv_cache import KvCache
 from blitzd.engine.kv_geometry import KvGeometry

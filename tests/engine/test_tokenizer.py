@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from blitzd.engine.catalogue import CATALOGUE, DEFAULT_MODEL, is_pulled, prepared_dir, resolve
 from blitzd.engine.chat_template import ChatTemplate

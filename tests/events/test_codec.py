@@ -2,8 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from log_samples import Grown, Moved, Sampled, Ticked, raw_frame, records
 
 from blitzd.events import (

@@ -11,8 +11,7 @@ import time
 import numpy as np
 import pytest
 from fabric_peers import PeerProcess, content, moved_digest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from blitzd.fabric import (
     ArenaServer,

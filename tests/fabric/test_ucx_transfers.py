@@ -4,8 +4,7 @@ import time
 
 import pytest
 from fabric_peers import PeerProcess, move, moved_digest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from blitzd.fabric import UcxFabric
 

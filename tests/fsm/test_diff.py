@@ -1,8 +1,7 @@
 """Differences between two points of a log."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from blitzd.events import types as ev
 from blitzd.fsm.diff import EVENTS_KEPT, Change, Differ

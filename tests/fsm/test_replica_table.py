@@ -1,8 +1,7 @@
 """The replica table: machine, compiled lookup and refusals agree."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from transitions import MachineError
 
 from blitzd.fsm.table import (

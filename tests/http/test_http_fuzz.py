@@ -6,8 +6,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from blitzd.http.neutral import NEUTRAL_CHAT, NEUTRAL_COMPLETION
 from blitzd.http.schema import ChatRequest, CompletionRequest

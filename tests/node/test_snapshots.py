@@ -6,8 +6,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from blitzd.control import commands as cmd
 from blitzd.control.core import CORE_VERSION, Core
@@ -20,9 +19,9 @@ from blitzd.events import (
     Record,
     Snapshot,
     apply_retention,
+    types as ev,
     write_snapshot,
 )
-from blitzd.events import types as ev
 from blitzd.events.disk import OsDisk
 from blitzd.events.snapshot import snapshot_path, snapshot_seqs
 from blitzd.fsm import ClusterState

@@ -3,8 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from blitzd.sched import BlockManager, Finish, NoRoom, Refused, Reservation, Scheduler, Sequence
 from tests.sched.virtual_model import VirtualModel, continuation

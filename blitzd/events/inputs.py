@@ -1,0 +1,217 @@
+"""Every input of the core, by type id (1-99): what the world told it.
+
+Ids are never reused. Only inputs that led to events are logged, right before them.
+"""
+
+from blitzd.events.record import Durability, Kind, Payload, record_type
+
+
+@record_type(1, Kind.INPUT, Durability.ACK)
+class Booted(Payload, frozen=True, array_like=True):
+    """The daemon started, with this configuration. `policy` holds (name, value) pairs."""
+
+    boot_epoch: int
+    version: str
+    node: str
+    replicas: tuple[tuple[str, str], ...]
+    """(id, role) with role one of prefill, decode, colocated, spare."""
+    policy: tuple[tuple[str, int], ...]
+    core_version: int
+    """Of the decisions: only the same version decides a recorded input again as recorded."""
+    adopted: tuple[tuple[str, int, int], ...] = ()
+    """(id, epoch, pid) of workers of an earlier boot that still answer."""
+
+
+@record_type(2, Kind.INPUT)
+class RequestArrived(Payload, frozen=True, array_like=True):
+    """A client wants tokens. `seed` was drawn by the driver, so that it can be repeated."""
+
+    request_id: int
+    prompt_tokens: int
+    max_tokens: int
+    seed: int
+    deadline_ns: int
+
+
+@record_type(3, Kind.INPUT)
+class ClientLeft(Payload, frozen=True, array_like=True):
+    """The client has closed its connection, or its time is over."""
+
+    request_id: int
+
+
+@record_type(4, Kind.INPUT)
+class WorkerStarted(Payload, frozen=True, array_like=True):
+    """The process exists."""
+
+    replica: str
+    epoch: int
+    pid: int
+
+
+@record_type(5, Kind.INPUT)
+class WorkerDescribed(Payload, frozen=True, array_like=True):
+    """The worker answers on its socket."""
+
+    replica: str
+    epoch: int
+    pid: int
+
+
+@record_type(6, Kind.INPUT)
+class WorkerExited(Payload, frozen=True, array_like=True):
+    """The worker is dead, or was ended because it did not answer."""
+
+    replica: str
+    epoch: int
+    reason: str
+
+
+@record_type(7, Kind.INPUT, Durability.LAZY)
+class LoadMoved(Payload, frozen=True, array_like=True):
+    """How far a load has come."""
+
+    replica: str
+    epoch: int
+    layers_ready: int
+    layers_total: int
+    bytes_loaded: int
+    bytes_total: int
+
+
+@record_type(8, Kind.INPUT)
+class LoadEnded(Payload, frozen=True, array_like=True):
+    """`reason` is empty on success."""
+
+    replica: str
+    epoch: int
+    digest: str
+    source: str
+    layers_total: int
+    bytes_total: int
+    block_tokens: int
+    blocks_total: int
+    reason: str = ""
+
+
+@record_type(9, Kind.INPUT)
+class FirstTokenProduced(Payload, frozen=True, array_like=True):
+    """The prompt is computed and the first token is out. `held`: the KV waits for export
+    (1), or the worker goes on with it (0)."""
+
+    replica: str
+    epoch: int
+    request_id: int
+    held: int = 1
+
+
+@record_type(10, Kind.INPUT)
+class ImportEnded(Payload, frozen=True, array_like=True):
+    """`fault` is empty on success, else one of no_room, source, target, deadline, protocol."""
+
+    lease_id: int
+    bytes_moved: int
+    elapsed_ns: int
+    fault: str = ""
+    reason: str = ""
+
+
+@record_type(11, Kind.INPUT)
+class GenerationEnded(Payload, frozen=True, array_like=True):
+    """The worker has made the last token of this request."""
+
+    replica: str
+    epoch: int
+    request_id: int
+    finish: str
+    output_tokens: int
+    output_digest: str
+    """xxh3-64 of the output token ids as little-endian u32, in hex."""
+
+
+@record_type(12, Kind.INPUT)
+class RequestErrored(Payload, frozen=True, array_like=True):
+    """A worker, or a call to it, failed this request alone."""
+
+    replica: str
+    epoch: int
+    request_id: int
+    reason: str
+
+
+@record_type(13, Kind.INPUT, Durability.LAZY)
+class OccupancyReported(Payload, frozen=True, array_like=True):
+    """How full the worker's KV is and how many requests it runs."""
+
+    replica: str
+    epoch: int
+    blocks_used: int
+    running: int
+
+
+@record_type(14, Kind.INPUT, Durability.LAZY)
+class Ticked(Payload, frozen=True, array_like=True):
+    """Time passed. What has expired, expires."""
+
+
+@record_type(15, Kind.INPUT, Durability.ACK)
+class StopRequested(Payload, frozen=True, array_like=True):
+    """The daemon was told to stop, and how long what is running may take."""
+
+    reason: str
+    deadline_ns: int
+
+
+@record_type(16, Kind.INPUT, Durability.ACK)
+class DrainRequested(Payload, frozen=True, array_like=True):
+    """An operator wants this replica to finish what it has and take nothing new."""
+
+    replica: str
+    deadline_ns: int
+
+
+@record_type(17, Kind.INPUT, Durability.ACK)
+class UndrainRequested(Payload, frozen=True, array_like=True):
+    """An operator wants this replica to serve again."""
+
+    replica: str
+
+
+@record_type(18, Kind.INPUT, Durability.ACK)
+class RoleRequested(Payload, frozen=True, array_like=True):
+    """An operator wants this replica to be prefill, decode, colocated or spare."""
+
+    replica: str
+    role: str
+
+
+@record_type(19, Kind.INPUT, Durability.ACK)
+class LivePairRequested(Payload, frozen=True, array_like=True):
+    """An operator wants `new` to serve while it loads, with `old` finishing for it."""
+
+    new: str
+    old: str
+
+
+@record_type(20, Kind.INPUT, Durability.ACK)
+class ScaleRequested(Payload, frozen=True, array_like=True):
+    """An operator wants so many replicas of each role."""
+
+    prefill: int
+    decode: int
+
+
+@record_type(22, Kind.INPUT, Durability.ACK)
+class DeactivateRequested(Payload, frozen=True, array_like=True):
+    """An operator wants an empty replica to give up its weights."""
+
+    replica: str
+
+
+@record_type(21, Kind.INPUT)
+class PairDrained(Payload, frozen=True, array_like=True):
+    """The new side of a live pair has nothing left that the old side has to finish."""
+
+    replica: str
+    epoch: int
+    pair_id: int
