@@ -3,6 +3,8 @@
 Exit codes: 0 done, 1 failed, 2 usage.
 """
 
+import sys
+
 import cyclopts
 
 import blitzd
@@ -22,4 +24,11 @@ for name, where, text in (
 
 
 def main() -> None:
-    app()
+    try:
+        app()
+    except BrokenPipeError:
+        # The reader of a pipe has seen enough; what is buffered goes nowhere.
+        sys.stdout = None
+        raise SystemExit(0) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -274,11 +274,7 @@ def _failures(command: str) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        # The reader of a pipe has seen enough; what is buffered goes nowhere.
-        sys.stdout = None
-        raise SystemExit(0) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        raise  # no failure: see `cli.main`
     except (LogError, OSError) as error:
         print(f"blitzd log {command}: {error}", file=sys.stderr)
         raise SystemExit(1) from error
