@@ -56,8 +56,13 @@ class Worker:
 
     def start_request(self, work: Callable[[], Awaitable[None]]) -> None:
         async def when_watched() -> None:
-            await self.watched.wait()
-            await work()
+            try:
+                async with asyncio.timeout(START_DEADLINE_S):
+                    await self.watched.wait()
+            except TimeoutError:
+                self.give_up("its token stream did not begin")
+            else:
+                await work()
 
         self.start(when_watched())
 
@@ -70,6 +75,12 @@ class Worker:
         self.tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("a worker's task failed", replica=self.replica, exc_info=task.exception())
+
+    def give_up(self, why: str) -> None:
+        """Kills what does not answer; its exit then takes the usual way."""
+        self.why = why
+        if self.process is not None:
+            self.process.signal(signal.SIGKILL)
 
     def close(self) -> None:
         for task in self.tasks:
@@ -168,7 +179,7 @@ class WorkerPool:
                     await asyncio.sleep(0.01)
                 described = await worker.stub.describe(pb.DescribeRequest())
         except CallFailed as error:
-            self._give_up(worker, f"did not come up: {describe_failure(error)}")
+            worker.give_up(f"did not come up: {describe_failure(error)}")
             return
         await self._attached(worker, described)
 
@@ -176,12 +187,6 @@ class WorkerPool:
         await self._reports.post(ev.WorkerDescribed(worker.replica, worker.epoch, described.pid))
         worker.start(self._watch(worker))
         worker.start(self._check_health(worker))
-
-    def _give_up(self, worker: Worker, why: str) -> None:
-        """Kills what does not answer; its exit then takes the usual way."""
-        worker.why = why
-        if worker.process is not None:
-            worker.process.signal(signal.SIGKILL)
 
     async def _watch(self, worker: Worker) -> None:
         try:
@@ -193,7 +198,7 @@ class WorkerPool:
             why = f"token stream broke: {describe_failure(error)}"
         # Without the stream its tokens are lost, so it cannot be used any more. When it
         # died, its exit is noticed by itself and this is only another witness.
-        self._give_up(worker, why)
+        worker.give_up(why)
 
     async def _check_health(self, worker: Worker) -> None:
         loop = asyncio.get_running_loop()
@@ -206,7 +211,7 @@ class WorkerPool:
             except CallFailed as error:
                 if loop.time() - answered > HANG_DEADLINE_S:
                     silent = f"silent for {HANG_DEADLINE_S:.0f} s: {describe_failure(error)}"
-                    self._give_up(worker, silent)
+                    worker.give_up(silent)
                     return
 
     def _end(self, command: cmd.EndWorker, live: None) -> None:
@@ -253,7 +258,7 @@ class WorkerPool:
             call = pb.ResetRequest(unload_weights=unload)
             await worker.stub.reset(call, timeout=CALL_DEADLINE_S)
         except CallFailed as error:
-            self._give_up(worker, f"could not be reset: {describe_failure(error)}")
+            worker.give_up(f"could not be reset: {describe_failure(error)}")
             return
         if not worker.watched.is_set():
             worker.start(self._watch(worker))
@@ -306,7 +311,7 @@ class WorkerPool:
         try:
             await call
         except CallFailed as error:
-            self._give_up(worker, f"did not free a request: {describe_failure(error)}")
+            worker.give_up(f"did not free a request: {describe_failure(error)}")
 
 
 def _runs_as(pid: int, replica: str, epoch: int) -> bool:
