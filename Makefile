@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv up test test-slow lint proto docs chaos clean
+.PHONY: venv up test test-slow lint proto docs logs chaos clean
 
 venv: .venv/.stamp
 
@@ -41,6 +41,10 @@ proto: venv
 # The pages that follow from the code: states.md, events.md.
 docs: venv
 	$(BIN)/python scripts/generate_docs.py
+
+# The test corpus of this version of the decisions, after they changed.
+logs: venv
+	$(BIN)/python scripts/record_log.py
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

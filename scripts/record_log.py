@@ -1,4 +1,4 @@
-"""Records logs for the test corpus: `python scripts/record_log.py [pairs] [SEED ...]`.
+"""Records logs for the test corpus: `make logs`, or the script with [pairs] [SEED ...].
 
 Each becomes tests/data/logs/v<core version>-<name>/: the first turns of that chaos run (or
 of a script, for what chaos does not do), put on disk by the log's own writer, and what they
@@ -27,14 +27,18 @@ from tests.corpus import LOGS, Expected
 
 RECORDS_MAX = 1100
 """Of a log. Enough for a state hash in it, small enough for a repository."""
+USUAL = ("pairs", "1", "3", "40", "49")
+"""Together they hold every type of record that the daemon writes."""
+
 SEGMENT_BYTES = 24 << 10
 HASH_EVERY = 25
 """Records between two hashes of `expected.json`."""
 
 
 def record(*names: str) -> None:
-    """Write one log for each seed, or "pairs", replacing those of the same name."""
-    for name in names:
+    """Write one log for each seed, or "pairs", replacing those of the same name; without
+    names, those that the corpus has of each version."""
+    for name in names or USUAL:
         records = live_pairs() if name == "pairs" else run_seed(int(name)).disk.records
         directory = LOGS / f"v{CORE_VERSION}-{name if name == 'pairs' else f'seed{name}'}"
         shutil.rmtree(directory, ignore_errors=True)

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import msgspec
 
+from blitzd.control.core import CORE_VERSION
+
 LOGS = Path(__file__).parent / "data" / "logs"
+
+
+def current(name: str) -> Path:
+    """That log of this version of the decisions."""
+    return LOGS / f"v{CORE_VERSION}-{name}"
 
 
 class Expected(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from blitzd.events import types as ev
 from blitzd.events.record import Payload, Record
 from blitzd.fsm import ClusterState, IllegalEvent, IllegalTransition
 
-CORE_VERSION = 2
+CORE_VERSION = 3
 """Raised with every change of a decision, and a log of the version before goes to the test
 corpus: it is folded from then on, not decided again."""
 

@@ -25,10 +25,10 @@ from blitzd.events import (
 from blitzd.fsm import ClusterState
 from blitzd.fsm.replaying import replay as fold_all
 from tests.control.harness import MS, Harness
-from tests.corpus import LOGS, corpus, expected_of
+from tests.corpus import corpus, current, expected_of
 
 WALL_NS = 1_764_435_600_123_456_789
-FAULTS = LOGS / "v2-seed1"
+FAULTS = current("seed1")
 
 
 class Answer:

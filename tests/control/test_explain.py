@@ -10,7 +10,7 @@ from blitzd.events import LogReader, types as ev
 from blitzd.events.record import REGISTRY, Record
 from blitzd.fsm import ClusterState
 from tests.control.harness import Harness
-from tests.corpus import LOGS, corpus
+from tests.corpus import corpus, current
 
 
 def explain(log: list[Record], seq: int) -> Explanation:
@@ -54,7 +54,7 @@ def test_the_chosen_one_is_the_one_that_the_facts_choose(log: Path) -> None:
 
 
 def test_every_record_of_a_log_can_be_explained() -> None:
-    records = list(LogReader(LOGS / "v2-pairs").records())
+    records = list(LogReader(current("pairs")).records())
     for record in records:
         found = explain(records, record.seq)
         assert found.record["seq"] == record.seq

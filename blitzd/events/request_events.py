@@ -1,0 +1,103 @@
+"""Events about requests and their KV leases (200-299)."""
+
+from blitzd.events.record import Kind, Payload, record_type
+
+
+@record_type(200, Kind.EVENT)
+class RequestAccepted(Payload, frozen=True, array_like=True):
+    """The request is queued; exactly one end will follow."""
+
+    request_id: int
+    prompt_tokens: int
+    max_tokens: int
+    seed: int
+    deadline_ns: int
+
+
+@record_type(201, Kind.EVENT)
+class RequestRejected(Payload, frozen=True, array_like=True):
+    """Not accepted, and why. Its only event."""
+
+    request_id: int
+    code: str
+    reason: str
+
+
+@record_type(202, Kind.EVENT)
+class PrefillStarted(Payload, frozen=True, array_like=True):
+    """The request is granted to a replica that computes its prompt."""
+
+    request_id: int
+    replica: str
+    epoch: int
+    blocks: int
+    """Reserved on the replica until the KV has left it."""
+
+
+@record_type(203, Kind.EVENT)
+class PrefillFinished(Payload, frozen=True, array_like=True):
+    """The first token is out. `stays`: it is decoded where it was prefilled (1 or 0)."""
+
+    request_id: int
+    stays: int = 0
+
+
+@record_type(204, Kind.EVENT)
+class MigrationStarted(Payload, frozen=True, array_like=True):
+    """Opens a KV lease; the target's blocks are reserved from this event on."""
+
+    lease_id: int
+    request_id: int
+    source: str
+    source_epoch: int
+    target: str
+    target_epoch: int
+    blocks: int
+    expires_ns: int
+
+
+@record_type(205, Kind.EVENT)
+class MigrationFinished(Payload, frozen=True, array_like=True):
+    """The KV has arrived: the lease is closed, the source is free."""
+
+    lease_id: int
+    bytes_moved: int
+    elapsed_ns: int
+
+
+@record_type(206, Kind.EVENT)
+class MigrationFailed(Payload, frozen=True, array_like=True):
+    """The lease is closed, the request is still where it was."""
+
+    lease_id: int
+    fault: str
+    reason: str
+    retry_ns: int
+    """The request may ask for another lease from then on; 0: it may not."""
+
+
+@record_type(207, Kind.EVENT)
+class RequestFinished(Payload, frozen=True, array_like=True):
+    """An end: all tokens were made. The digest is of the output's token ids."""
+
+    request_id: int
+    finish: str
+    output_tokens: int
+    output_digest: str
+
+
+@record_type(208, Kind.EVENT)
+class RequestFailed(Payload, frozen=True, array_like=True):
+    """An end: what the request needed was lost."""
+
+    request_id: int
+    code: str
+    reason: str
+
+
+@record_type(209, Kind.EVENT)
+class RequestCancelled(Payload, frozen=True, array_like=True):
+    """An end: its client left."""
+
+    request_id: int
+    reason: str
