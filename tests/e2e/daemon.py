@@ -35,19 +35,24 @@ def wait_for(what: str, check: Callable[[], bool], timeout_s: float = 30.0) -> f
 
 
 class Daemon:
-    def __init__(self, state_dir: Path, *args: str) -> None:
+    def __init__(self, state_dir: Path, *args: str, tree: Path | None = None) -> None:
+        """`tree`: a checkout whose code is to run in place of this one's."""
         self.state_dir = state_dir
         self.port, self.admin_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.output = state_dir.parent / f"{state_dir.name}.out"
         self._args = args
+        self._tree = tree
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> "Daemon":
         argv = [*BLITZD, "up", "--state-dir", str(self.state_dir)]
         argv += ["--port", str(self.port), "--admin-port", str(self.admin_port), *self._args]
+        environ = {**os.environ, "PYTHONPATH": str(self._tree)} if self._tree else None
         with self.output.open("ab") as output:
-            self.process = subprocess.Popen(argv, stdout=output, stderr=output)
+            self.process = subprocess.Popen(
+                argv, stdout=output, stderr=output, cwd=self._tree, env=environ
+            )
         return self
 
     def ready(self) -> float:
