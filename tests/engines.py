@@ -42,7 +42,7 @@ class Engine:
     def __init__(
         self, directory: Path, blocks: int = 64, block_tokens: int = 16, *, copy: bool = False
     ) -> None:
-        self.arena = Arena.copy(directory) if copy else Arena.open(directory)
+        self.arena = Arena.open(directory, "copy" if copy else "map")
         config = self.arena.config
         geometry = KvGeometry.of(config, blocks, block_tokens)
         self.cache = KvCache(geometry, bytearray(geometry.bytes))

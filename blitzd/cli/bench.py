@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from blitzd.engine import catalogue
-from blitzd.engine.device import check_device
-from blitzd.engine.options import Device, ReplicaOptions
+from blitzd.engine.device import claim_device
+from blitzd.engine.options import ReplicaOptions, Weights
 from blitzd.engine.prepare import prepare
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ def engine(
     model: str = catalogue.DEFAULT_MODEL,
     *,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-    device: Device = "cpu",
+    device: str = "cpu",
     threads: Positive = 1,
-    weights: Literal["map", "copy"] = "map",
+    weights: Weights = "map",
     batch: Numbers = (1, 4, 16),
     context: Numbers = (128, 512, 1024),
     prompt: Numbers = (64, 128, 256, 512),
@@ -51,7 +51,7 @@ def engine(
     dtype
         Of weights and KV.
     device
-        cpu, or cuda with FlashInfer.
+        cpu, cuda or cuda:N (with FlashInfer), auto.
     threads
         Compute threads.
     weights
@@ -72,13 +72,12 @@ def engine(
         Print the profile instead of tables.
     """
     try:
-        check_device(device)
+        options = ReplicaOptions(device=claim_device(device), weights=weights, threads=threads)
         directory = prepare(catalogue.resolve(model), dtype, catalogue.prepared_dir())
         from blitzd.engine.bench import BenchPlan, measure
 
-        plan = BenchPlan(batch, context, prompt, rounds, steps, weights)
+        plan = BenchPlan(batch, context, prompt, rounds, steps)
         name = model if model in catalogue.CATALOGUE else ""
-        options = ReplicaOptions(device=device, threads=threads)
         measured = measure(directory, plan, options, name)
         profile = msgspec.json.format(msgspec.json.encode(measured.profile()))
         if out is not None:

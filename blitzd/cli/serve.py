@@ -15,8 +15,11 @@ import structlog
 import uvloop
 
 from blitzd.engine import catalogue
+from blitzd.engine.device import devices_of, unsupported
 from blitzd.engine.kv_geometry import KvGeometry
 from blitzd.engine.layout import read_model_file
+from blitzd.engine.model_config import ModelConfig
+from blitzd.engine.options import ReplicaOptions, Weights
 from blitzd.engine.prepare import prepare
 from blitzd.events import LogError, LogLocked
 from blitzd.fsm import IllegalEvent, IllegalTransition
@@ -41,7 +44,9 @@ def up(
     prefill: Count = 1,
     decode: Count = 1,
     spare: Spares = 1,
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    device: str = "cpu",
+    weights: Weights = "map",
     same_node: Literal["map", "ucx"] = "map",
     kv_mib: Positive = 1024,
     threads: Positive = 1,
@@ -69,7 +74,12 @@ def up(
     spare
         Workers without a model, for when replicas are added (nothing adds them yet).
     dtype
-        Of weights and KV.
+        Of weights and KV; by default float32 on a CPU, bfloat16 on GPUs.
+    device
+        Where replicas run: cpu; cuda, in turns on every visible GPU; cuda:N; auto for cuda
+        where it can be had, else cpu. The CUDA path has never been run on a GPU yet.
+    weights
+        map: replicas share the mapped file. copy: each has its own, on huge pages.
     same_node
         How KV moves between workers: a mapped arena, or UCX as between nodes.
     kv_mib
@@ -87,8 +97,11 @@ def up(
             print(f"fetching {entry.name} ({entry.bytes >> 20} MiB, {entry.licence})", flush=True)
             catalogue.pull(model)
         source = catalogue.resolve(model)
-        print(f"model {source.name} as {dtype}", flush=True)
+        devices = devices_of(device)
+        dtype = dtype or ("float32" if devices == ("cpu",) else "bfloat16")
+        print(f"model {source.name} as {dtype} on {', '.join(devices)}", flush=True)
         model_dir = prepare(source, dtype, catalogue.prepared_dir())
+        _check_device(devices, weights, read_model_file(model_dir).config)
         config = NodeConfig(
             state_dir=state_dir,
             model_dir=model_dir,
@@ -102,6 +115,8 @@ def up(
             admin_port=admin_port,
             same_node=same_node,
             kv_blocks=_kv_blocks(model_dir, kv_mib << 20, prefill + decode),
+            devices=devices,
+            weights=weights,
             worker_threads=threads,
         )
         daemon = NodeDaemon(config)
@@ -129,6 +144,14 @@ def _refuse(message: str) -> int:
 
 def _log_to_stderr() -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+
+
+def _check_device(devices: tuple[str, ...], weights: Weights, config: ModelConfig) -> None:
+    """What every worker would refuse is refused before any is started."""
+    if devices != ("cpu",):
+        ReplicaOptions(device="cuda", weights=weights)
+        if reason := unsupported(config):
+            raise ValueError(f"--device: {config.name} has {reason}")
 
 
 def _kv_blocks(model_dir: Path, kv_bytes: int, replicas: int) -> int:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter, validators
 
-from blitzd.engine.device import check_device
-from blitzd.engine.options import Device, ReplicaOptions
+from blitzd.engine.device import claim_device
+from blitzd.engine.options import ReplicaOptions, Weights
 from blitzd.engine.worker import WorkerOptions, run
 from blitzd.fabric import Identity
 
@@ -20,7 +20,8 @@ def worker(
     id: str,
     epoch: Annotated[int, Parameter(validator=validators.Number(gte=0))],
     socket: Path,
-    device: Device = "cpu",
+    device: str = "cpu",
+    weights: Weights = "map",
     threads: Annotated[int, Parameter(validator=Positive)] = 1,
     orphan_timeout: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 20.0,
     pace_layer_ms: Annotated[float, Parameter(validator=validators.Number(gte=0))] = 0.0,
@@ -39,7 +40,10 @@ def worker(
     socket
         Unix socket to serve on.
     device
-        Where the model runs: cpu, or cuda with FlashInfer.
+        Where the model runs: cpu; cuda or cuda:N with FlashInfer (never run on a GPU yet); auto
+        for cuda where it can be had, else cpu.
+    weights
+        Mapped and shared with other replicas on the node, or a copy of one's own.
     threads
         Compute threads.
     orphan_timeout
@@ -54,14 +58,14 @@ def worker(
         Compare checksums of imported KV with its source's.
     """
     try:
-        check_device(device)
         options = WorkerOptions(
             identity=Identity.parse(f"{id}/{epoch}"),
             socket=socket.absolute(),
             orphan_timeout_s=orphan_timeout,
             verify_kv=verify_kv,
             replica=ReplicaOptions(
-                device=device,
+                device=claim_device(device),
+                weights=weights,
                 threads=threads,
                 max_batch_tokens=max_batch_tokens,
                 max_batch_size=max_batch_size,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import warnings
-from io import BufferedReader
 from math import prod
 from pathlib import Path
 
@@ -16,6 +15,8 @@ import torch
 
 from blitzd.engine.layout import Layout, damaged_sections, read_model_file
 from blitzd.engine.model_config import ModelConfig
+from blitzd.engine.options import Weights
+from blitzd.engine.weights import WeightsCopy, map_weights
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap
 
@@ -58,27 +59,19 @@ class Arena:
             self._bytes = self._bytes.to(device)
 
     @classmethod
-    def open(cls, directory: Path) -> Arena:
-        """Maps `directory`/arena.bin read-only and shared: no second copy in memory.
+    def open(cls, directory: Path, how: Weights = "map") -> Arena:
+        """The arena of a prepared directory.
 
         Raises FileNotFoundError, or ValueError when the directory is not what
         `blitzd.engine.prepare` makes.
         """
         file = read_model_file(directory)
-        with (directory / "arena.bin").open("rb") as handle:
-            mapping = mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
-        return cls(file.config, file.layout, mapping)
-
-    @classmethod
-    def copy(cls, directory: Path) -> Arena:
-        """Reads `directory`/arena.bin into memory of this process: on huge pages where the
-        kernel has them, so faster to compute with than a mapped file, and not shared."""
-        file = read_model_file(directory)
-        buffer = mmap.mmap(-1, file.layout.length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        buffer.madvise(mmap.MADV_HUGEPAGE)
-        with (directory / "arena.bin").open("rb") as handle:
-            _read_all(handle, memoryview(buffer))
-        return cls(file.config, file.layout, buffer)
+        if how == "map":
+            return cls(file.config, file.layout, map_weights(directory))
+        copy = WeightsCopy(directory, file.layout)
+        for section in file.layout.sections:
+            copy.fill(section)
+        return cls(file.config, file.layout, copy.buffer)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A view of shape `spec.shape`; KeyError when the model has no such tensor."""
@@ -89,12 +82,3 @@ class Arena:
     def verify(self) -> list[str]:
         """Names of the sections whose bytes do not have the recorded digest."""
         return damaged_sections(self.layout, self.buffer)
-
-
-def _read_all(handle: BufferedReader, view: memoryview) -> None:
-    """One read moves at most 2 GiB."""
-    while view:
-        count = handle.readinto(view)
-        if not count:
-            raise ValueError(f"{handle.name} is {len(view)} bytes shorter than its layout says")
-        view = view[count:]

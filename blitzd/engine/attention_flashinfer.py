@@ -20,27 +20,14 @@ import torch
 
 from blitzd.engine.batch import BatchLayout
 from blitzd.engine.kv_cache import KvCache
-from blitzd.engine.model_config import ModelConfig
 from blitzd.engine.page_tables import PageTables
 
 WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends; holds partial results of contexts that are split over SMs."""
 
-HEAD_DIMS = (64, 128, 256)
-DTYPES = ("bfloat16", "float16")
-
 CUDA_CORE_GROUP = 3
 """Up to so many query heads a KV head the decode kernel without tensor cores is used; it is
 made for groups of 1, 2, 3, 4, 6, 8 and 16 only, and larger groups can fill a tensor core."""
-
-
-def unsupported(config: ModelConfig) -> str | None:
-    """Why FlashInfer cannot run a model: the field, its value and what is accepted."""
-    if config.head_dim not in HEAD_DIMS:
-        return f"head_dim: {config.head_dim}; accepted on cuda: {', '.join(map(str, HEAD_DIMS))}"
-    if config.dtype not in DTYPES:
-        return f"dtype: {config.dtype}; accepted on cuda: {', '.join(DTYPES)}"
-    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -35,8 +35,6 @@ PROFILE = "blitzd-step-times/1"
 LEAST_POINTS = 3
 """Of either phase: the three coefficients of a phase are fitted to them."""
 
-Weights = Literal["map", "copy"]
-
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
@@ -48,7 +46,6 @@ class BenchPlan:
     rounds: int
     steps: int
     """Decode steps a round, after one that is not counted."""
-    weights: Weights = "map"
 
     def check(self, context_tokens: int) -> None:
         """Raises ValueError naming the field, the value and what would do."""
@@ -129,7 +126,7 @@ def measure(directory: Path, plan: BenchPlan, options: ReplicaOptions, name: str
     fall on one of them. Raises ValueError (plan), InvalidField (model and device), OSError.
     """
     torch.set_num_threads(options.threads)
-    arena = (Arena.open if plan.weights == "map" else Arena.copy)(directory)
+    arena = Arena.open(directory, options.weights)
     plan.check(arena.config.context_tokens)
     bench = _Bench(directory, arena, plan, options)
     prompts: dict[int, list[int]] = {tokens: [] for tokens in plan.prompts}
@@ -152,7 +149,7 @@ def measure(directory: Path, plan: BenchPlan, options: ReplicaOptions, name: str
             "dtype": arena.config.dtype,
             "device": options.device,
             "threads": options.threads,
-            "weights": plan.weights,
+            "weights": options.weights,
             "rounds": plan.rounds,
             "steps": plan.steps,
         },

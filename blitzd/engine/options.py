@@ -4,12 +4,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 Device = Literal["cpu", "cuda"]
+Weights = Literal["map", "copy"]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
     device: Device = "cpu"
     """Where weights and KV lie, and with that the attention back end."""
+    weights: Weights = "map"
+    """Mapped and shared with every replica on the node, or a copy of one's own on huge pages."""
     threads: int = 1
     """Of torch, for the step loop."""
     max_batch_tokens: int = 512
@@ -23,4 +26,9 @@ class ReplicaOptions:
             raise ValueError(
                 f"max_batch_size={self.max_batch_size}: must be between 1 and "
                 f"max_batch_tokens={self.max_batch_tokens}"
+            )
+        if self.device != "cpu" and self.weights != "map":
+            raise ValueError(
+                f"weights: {self.weights}, but a device has a copy of its own anyway; "
+                f"accepted with device {self.device}: map"
             )

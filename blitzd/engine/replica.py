@@ -10,8 +10,9 @@ import torch
 
 from blitzd.engine.arena import Arena
 from blitzd.engine.attention import TorchAttention
-from blitzd.engine.attention_flashinfer import FlashInferAttention, unsupported
+from blitzd.engine.attention_flashinfer import FlashInferAttention
 from blitzd.engine.decode_graphs import GRAPH_ROWS, DecodeGraphs
+from blitzd.engine.device import unsupported
 from blitzd.engine.errors import InvalidField
 from blitzd.engine.executor import Executor
 from blitzd.engine.kv_cache import KvCache

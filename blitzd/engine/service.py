@@ -168,7 +168,7 @@ class EngineService(pb.EngineBase):
         tell: Callable[[pb.LoadProgress], None],
         loop: asyncio.AbstractEventLoop,
     ) -> "Replica":
-        prepared = open_prepared(Path(message.model_path), tell)
+        prepared = open_prepared(Path(message.model_path), tell, self._options.weights)
         from blitzd.engine.replica import open_replica
 
         return open_replica(

@@ -1,5 +1,6 @@
 """What a node is told to run."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,10 @@ class NodeConfig:
     """How KV moves between workers of this node: map or ucx."""
     kv_blocks: int = 256
     """KV blocks of 64 tokens per replica."""
+    devices: tuple[str, ...] = ("cpu",)
+    """Replicas take turns on them, by their number; names as `blitzd worker --device` has them."""
+    weights: str = "map"
+    """Of each replica: map (shared on the node) or copy."""
     worker_threads: int = 1
     pace_layer_ms: float = 0.0
     orphan_timeout_s: float = 20.0
@@ -35,3 +40,8 @@ class NodeConfig:
         """(id, role), ids r0, r1, ... in the order prefill, decode, spare."""
         roles = ["prefill"] * self.prefill + ["decode"] * self.decode + ["spare"] * self.spare
         return tuple((f"r{index}", role) for index, role in enumerate(roles))
+
+    def device_of(self, replica: str) -> str:
+        """The same for every epoch of a replica."""
+        number = int(re.sub(r"\D", "", replica) or 0)
+        return self.devices[number % len(self.devices)]

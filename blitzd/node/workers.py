@@ -131,14 +131,8 @@ class WorkerPool:
     def _spawn(self, command: cmd.SpawnWorker, live: None) -> None:
         worker = self._enlist(command.replica, command.epoch)
         name = f"{command.replica}-{command.epoch}"
-        argv = [
-            *(sys.executable, "-m", "blitzd", "worker"),
-            *("--id", command.replica, "--epoch", str(command.epoch)),
-            *("--socket", str(worker.socket)),
-            *("--threads", str(self._config.worker_threads)),
-            *("--pace-layer-ms", str(self._config.pace_layer_ms)),
-            *("--orphan-timeout", str(self._config.orphan_timeout_s)),
-        ]
+        options = self._options(command.replica, command.epoch)
+        argv = [sys.executable, "-m", "blitzd", "worker", *options]
         log_path = self._config.state_dir / "workers" / f"{name}.log"
         try:
             worker.process = WorkerProcess.start(argv, log_path, self._exit_of(worker))
@@ -146,6 +140,18 @@ class WorkerPool:
             self._exit_of(worker)(f"could not be started: {error}")
             return
         worker.start(self._attach(worker))
+
+    def _options(self, replica: str, epoch: int) -> list[str]:
+        config = self._config
+        return [
+            *("--id", replica, "--epoch", str(epoch)),
+            *("--socket", str(self._socket(replica, epoch))),
+            *("--device", config.device_of(replica)),
+            *("--weights", config.weights),
+            *("--threads", str(config.worker_threads)),
+            *("--pace-layer-ms", str(config.pace_layer_ms)),
+            *("--orphan-timeout", str(config.orphan_timeout_s)),
+        ]
 
     def _enlist(self, replica: str, epoch: int) -> Worker:
         worker = Worker(replica, epoch, self._socket(replica, epoch), self._reports)
@@ -223,8 +229,8 @@ class WorkerPool:
     # Adoption.
 
     async def adopt(self, replica: str, epoch: int, pid: int, digest: str) -> bool:
-        """Takes over a worker of an earlier boot if it lives, is who the log says, and has
-        the model that is wanted (empty: none). Ends it otherwise."""
+        """Takes over a worker of an earlier boot if it lives, is who the log says, was started
+        as one would be now, and has the model that is wanted (empty: none). Ends it otherwise."""
         worker = self._enlist(replica, epoch)
         try:
             worker.process = WorkerProcess(pid, self._exit_of(worker))
@@ -236,10 +242,12 @@ class WorkerPool:
         except CallFailed:
             described = pb.DescribeReply()
         identity = (described.replica_id, described.epoch, described.pid)
-        if identity == (replica, epoch, pid) and described.model_digest == digest:
+        options, argv = self._options(replica, epoch), _argv(pid)
+        as_now = argv[-len(options) :] == options
+        if identity == (replica, epoch, pid) and described.model_digest == digest and as_now:
             return True
         worker.ending = True
-        if _runs_as(pid, replica, epoch):
+        if _runs_as(argv, replica, epoch):
             await worker.process.end(END_GRACE_S)
         self._forget(worker)
         return False
@@ -314,13 +322,16 @@ class WorkerPool:
             worker.give_up(f"did not free a request: {describe_failure(error)}")
 
 
-def _runs_as(pid: int, replica: str, epoch: int) -> bool:
-    """Whether `pid` is that worker and not a stranger that got its number."""
+def _argv(pid: int) -> list[str]:
     try:
-        argv = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-    except OSError:
-        return False
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
+def _runs_as(argv: list[str], replica: str, epoch: int) -> bool:
+    """Whether a process is that worker and not a stranger that got its number."""
     return "worker" in argv and all(
-        argv[argv.index(name) + 1] == value if name in argv else False
+        argv[argv.index(name) + 1] == value if name in argv[:-1] else False
         for name, value in (("--id", replica), ("--epoch", str(epoch)))
     )

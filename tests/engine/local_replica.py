@@ -49,7 +49,7 @@ class LocalReplica:
         self.outputs: dict[int, Output] = {}
         self.seen: list[pb.StepReport] = []
         self.replica: Replica = open_replica(
-            open_prepared(model_dir, lambda progress: None),
+            open_prepared(model_dir, lambda progress: None, options.get("weights", "map")),
             blocks,
             ReplicaOptions(**options),
             publish=self.reports.put,

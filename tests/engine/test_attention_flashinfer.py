@@ -16,8 +16,9 @@ from hypothesis import given, settings, strategies as st
 
 from blitzd.engine import attention, attention_flashinfer
 from blitzd.engine.attention import TorchAttention
-from blitzd.engine.attention_flashinfer import FlashInferAttention, unsupported
+from blitzd.engine.attention_flashinfer import FlashInferAttention
 from blitzd.engine.batch import BatchLayout
+from blitzd.engine.device import unsupported
 from blitzd.engine.kv_cache import KvCache
 from blitzd.engine.kv_geometry import KvGeometry
 from blitzd.engine.llama import Llama

@@ -11,7 +11,7 @@ import pytest
 from blitzd.cli import bench as command
 from blitzd.engine import bench
 from blitzd.engine.bench import BenchPlan, measure
-from blitzd.engine.options import ReplicaOptions
+from blitzd.engine.options import ReplicaOptions, Weights
 from blitzd.sim.coefficients import load_coefficients
 from tests.tiny import make_tiny
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("weights", ["map", "copy"])
 def test_every_point_is_measured_at_its_size(
-    model: Path, weights: bench.Weights, monkeypatch: pytest.MonkeyPatch
+    model: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[tuple[int, int]] = []
     one = bench._Bench._step
@@ -36,7 +36,7 @@ def test_every_point_is_measured_at_its_size(
         return took
 
     monkeypatch.setattr(bench._Bench, "_step", seen)
-    measured = measure(model, replace(PLAN, weights=weights), ReplicaOptions())
+    measured = measure(model, PLAN, ReplicaOptions(weights=weights))
     assert [(point.batch, point.tokens, point.made) for point in measured.decode] == [
         (1, 4, 1), (1, 72, 1), (3, 12, 3), (3, 216, 3)
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from blitzd.engine.attention_flashinfer import DTYPES, HEAD_DIMS
+from blitzd.engine.device import DTYPES, HEAD_DIMS
 
 CUDA_HOMES = (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda")
 

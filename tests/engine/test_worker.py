@@ -100,7 +100,11 @@ def test_the_command_serves_generates_and_ends_cleanly(model: Path, tmp_path: Pa
             "max_batch_size=64: must be between 1 and max_batch_tokens=8",
         ),
         (["--id=r0", "--epoch=1", "--socket", "x" * 120], "at most 107"),
-        (["--id=r0", "--epoch=1", "--socket=s", "--device=tpu"], "Choose from"),
+        (
+            ["--id=r0", "--epoch=1", "--socket=s", "--device=tpu"],
+            "accepted: cpu, cuda, cuda:N, auto",
+        ),
+        (["--id=r0", "--epoch=1", "--socket=s", "--weights=swap"], "Choose from"),
         (["--id=r0", "--epoch=1", "--socket", "/nowhere/r0.sock"], "/nowhere/r0.sock: [Errno 2]"),
     ],
 )

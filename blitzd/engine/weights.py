@@ -1,0 +1,35 @@
+"""The bytes of a prepared model's arena: mapped, or copied. No torch here."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+from blitzd.engine.layout import Layout, Section
+
+
+def map_weights(directory: Path) -> mmap.mmap:
+    """`directory`/arena.bin read-only and shared: no second copy in memory."""
+    with (directory / "arena.bin").open("rb") as handle:
+        return mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
+
+
+class WeightsCopy:
+    """Private memory for a copy of `directory`/arena.bin, filled a section at a time. It lies
+    on huge pages where the kernel has them, so computing with it misses the TLB less."""
+
+    def __init__(self, directory: Path, layout: Layout) -> None:
+        self.buffer = mmap.mmap(-1, layout.length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.buffer.madvise(mmap.MADV_HUGEPAGE)
+        self._path = directory / "arena.bin"
+
+    def fill(self, section: Section) -> None:
+        """Raises ValueError when the file ends before the section does."""
+        view = memoryview(self.buffer)[section.offset : section.offset + section.length]
+        with self._path.open("rb", buffering=0) as handle:
+            handle.seek(section.offset)
+            while view:  # one read moves at most 2 GiB
+                count = handle.readinto(view)
+                if not count:
+                    raise ValueError(f"{self._path} ends {len(view)} bytes early")
+                view = view[count:]
