@@ -134,7 +134,8 @@ def _rotations(config: ModelConfig, needed: int) -> torch.Tensor:
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     frequencies = 1.0 / (config.rope_theta**exponents)
     if config.rope_factors:
-        frequencies = frequencies / torch.tensor(config.rope_factors, dtype=torch.float32)
+        factors = torch.tensor(config.rope_factors, dtype=torch.float64)
+        frequencies = (frequencies.double() / factors).float()
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
     table = torch.complex(angles.cos(), angles.sin())
     return table.to(torch.complex128) if config.dtype == "float64" else table

@@ -63,7 +63,7 @@ def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Toke
     """Under the model's own distribution, before any adjustment: of `tokens`, one for each
     row of [rows, vocab], and of the `top` best (all, if there are fewer). Serves chosen and
     prompt tokens alike."""
-    found = torch.log_softmax(logits.float(), -1)
+    found = torch.log_softmax(logits, -1)
     chosen = torch.tensor(tokens, device=found.device).unsqueeze(1)
     own = found.gather(1, chosen).squeeze(1).tolist()
     values, ids = (part.tolist() for part in found.topk(min(top, found.shape[1])))

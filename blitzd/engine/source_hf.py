@@ -201,9 +201,16 @@ def rope_factors(rope: dict[str, Any], theta: float, head_dim: int) -> tuple[flo
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     original = float(rope["original_max_position_embeddings"])
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    wavelengths = 2 * math.pi * np.float32(theta) ** exponents
-    smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
-    return tuple((1.0 / ((1.0 - smooth) / factor + smooth)).tolist())
+    # In float32 and by transformers' operations (torch divides a number by a tensor through
+    # the reciprocal), so that far positions are rotated by the same angle.
+    one = np.float32(1.0)
+    plain = one / (theta ** exponents.astype(np.float64)).astype(np.float32)
+    wavelengths = one / plain * np.float32(2 * math.pi)
+    smooth = (one / wavelengths * np.float32(original) - np.float32(low)) / np.float32(high - low)
+    between = (one - smooth) * plain / np.float32(factor) + smooth * plain
+    stretched = np.where(wavelengths > original / low, plain / np.float32(factor), between)
+    scaled = np.where(wavelengths < original / high, plain, stretched)
+    return tuple((plain.astype(np.float64) / scaled).tolist())
 
 
 def _names(tensor: str) -> list[str]:

@@ -10,55 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from blitzd.engine.batch import BatchLayout
 from blitzd.engine.prepare import prepare
 from blitzd.engine.safetensors_file import SafetensorsError, open_tensors
+from blitzd.engine.source_hf import rope_factors
 from tests.engines import Engine, Sequence
-from tests.reference import use_double_norms
-from tests.tiny import RandomSource, tiny_config
-
-SHAPE: dict[str, Any] = {
-    "vocab_size": 259, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 512, "bos_token_id": 258, "eos_token_id": 256,
-    "pad_token_id": None, "initializer_range": 0.2,
-}  # fmt: skip
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-}  # fmt: skip
-LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
-    "llama untied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
-    "llama3 rope": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3}),
-    "linear rope": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LINEAR}),
-    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
-    "mistral window": (MistralForCausalLM, MistralConfig, {"sliding_window": 21}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"num_key_value_heads": 1}),
-}
-
-
-def save(directory: Path, name: str, shard: str = "5GB") -> torch.nn.Module:
-    """Saves a random model and its tokenizer; returns the model in float64."""
-    model_class, config_class, changes = MODELS[name]
-    torch.manual_seed(3)
-    model = model_class(config_class(**(SHAPE | changes))).eval()
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.5)
-    model.save_pretrained(directory, max_shard_size=shard)
-    RandomSource(tiny_config()).write_tokenizer(directory)
-    return use_double_norms(model.double())
+from tests.hf_models import LLAMA3, MODELS, save
 
 
 def random_ids(count: int) -> list[int]:
@@ -81,7 +41,27 @@ def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
             piece = ids[start : start + chunk]
             batch = BatchLayout([len(piece)], [start + len(piece)], [table])
             found.append(engine.model.logits(engine.step(batch, piece)))
-        torch.testing.assert_close(torch.cat(found), expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(torch.cat(found), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_llama3_frequencies_are_those_of_transformers_to_the_bit(
+    head_dim: int, factor: float
+) -> None:
+    """With the numbers of Llama 3.1, 3.2 and 3.3: an angle grows with its position, and with
+    it whatever is off."""
+    theta = 500_000.0
+    rope = LLAMA3 | {
+        "factor": factor,
+        "rope_theta": theta,
+        "original_max_position_embeddings": 8192,
+    }
+    config = LlamaConfig(head_dim=head_dim, rope_parameters=rope, max_position_embeddings=131_072)
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    factors = torch.tensor(rope_factors(rope, theta, head_dim), dtype=torch.float64)
+    assert torch.equal((plain.double() / factors).float(), expected)
 
 
 @pytest.mark.parametrize("name", ["mistral window", "qwen2"])
