@@ -33,6 +33,10 @@ class NodeConfig:
     worker_threads: int = 1
     pace_layer_ms: float = 0.0
     orphan_timeout_s: float = 20.0
+    hang_deadline_s: float = 5.0
+    """A worker that shows no sign of life for so long is ended: it may be stopped or stuck."""
+    step_deadline_s: float = 60.0
+    """The same for one that answers and computes one step for so long."""
     drain_s: float = 30.0
     policy: Policy = field(default_factory=Policy)
 

@@ -15,7 +15,9 @@ from blitzd.node.live import LiveRequest
 from blitzd.proto.blitzd.engine import v1 as pb
 
 LOAD_DEADLINE_S = 600.0
-CALL_DEADLINE_S = 5.0
+CALL_MARGIN_S = 1.0
+"""A call outlives the hang deadline by this: silence is told as a hang, once, by the watch that
+looks for it, and not by each call in its own words."""
 
 # What a call to a worker can raise: its answer is an error, or there is no answer.
 CallFailed = (GRPCError, StreamTerminatedError, OSError, TimeoutError)
@@ -47,11 +49,15 @@ def describe_failure(error: BaseException) -> str:
 class WorkerCalls:
     """The calls of one epoch of one replica."""
 
-    def __init__(self, replica: str, epoch: int, stub: pb.EngineStub, reports: Reports) -> None:
+    def __init__(
+        self, replica: str, epoch: int, stub: pb.EngineStub, reports: Reports, deadline_s: float
+    ) -> None:
+        """`deadline_s` is that of a call which only books something."""
         self._replica = replica
         self._epoch = epoch
         self._stub = stub
         self._reports = reports
+        self._deadline_s = deadline_s
 
     async def load(self, model_path: str, blocks_total: int) -> None:
         request = pb.LoadModelRequest(model_path=model_path, blocks_total=blocks_total)
@@ -93,11 +99,11 @@ class WorkerCalls:
 
     async def prefill(self, live: LiveRequest, hold: bool) -> None:
         call = pb.PrefillRequest(request=wire_request(live), hold=hold)
-        await self._for_request(live, self._stub.prefill(call, timeout=CALL_DEADLINE_S))
+        await self._for_request(live, self._stub.prefill(call, timeout=self._deadline_s))
 
     async def decode_locally(self, live: LiveRequest) -> None:
         call = pb.ResumeHeldRequest(request_ids=[live.request_id])
-        await self._for_request(live, self._stub.resume_held(call, timeout=CALL_DEADLINE_S))
+        await self._for_request(live, self._stub.resume_held(call, timeout=self._deadline_s))
 
     async def _for_request(self, live: LiveRequest, call: Awaitable[object]) -> None:
         try:
@@ -125,7 +131,7 @@ class WorkerCalls:
         )
         try:
             # The lease's expiry is the deadline; this one only bounds the call.
-            reply = await self._stub.import_kv(call, timeout=2 * CALL_DEADLINE_S)
+            reply = await self._stub.import_kv(call, timeout=2 * self._deadline_s)
             ended = ev.ImportEnded(command.lease_id, reply.bytes_moved, reply.elapsed_ns)
         except CallFailed as error:
             status = error.status if isinstance(error, GRPCError) else None

@@ -16,9 +16,10 @@ from grpclib.client import Channel
 from blitzd.control import commands as cmd
 from blitzd.events import types as ev
 from blitzd.node.config import NodeConfig
+from blitzd.node.health_watch import HealthWatch
 from blitzd.node.live import LiveRequest
 from blitzd.node.worker_calls import (
-    CALL_DEADLINE_S,
+    CALL_MARGIN_S,
     CallFailed,
     Reports,
     WorkerCalls,
@@ -28,9 +29,6 @@ from blitzd.node.worker_process import WorkerProcess
 from blitzd.proto.blitzd.engine import v1 as pb
 
 START_DEADLINE_S = 30.0
-HEALTH_PERIOD_S = 1.0
-HANG_DEADLINE_S = 10.0
-"""A worker that has not answered for that long is ended: it may be stopped or stuck."""
 END_GRACE_S = 3.0
 
 log = structlog.get_logger()
@@ -39,14 +37,22 @@ log = structlog.get_logger()
 class Worker:
     """One epoch of one replica: its process, its channel, its tasks."""
 
-    def __init__(self, replica: str, epoch: int, socket: Path, reports: Reports) -> None:
+    def __init__(
+        self, replica: str, epoch: int, socket: Path, reports: Reports, config: NodeConfig
+    ) -> None:
         self.replica = replica
         self.epoch = epoch
         self.socket = socket
         self.process: WorkerProcess | None = None
         self.channel = Channel(path=str(socket))
         self.stub = pb.EngineStub(self.channel)
-        self.calls = WorkerCalls(replica, epoch, self.stub, reports)
+        self.call_s = config.hang_deadline_s + CALL_MARGIN_S
+        self.calls = WorkerCalls(replica, epoch, self.stub, reports, self.call_s)
+        self.health = HealthWatch(
+            lambda: self.stub.health(pb.HealthRequest()),
+            config.hang_deadline_s,
+            config.step_deadline_s,
+        )
         self.tasks: set[asyncio.Task[None]] = set()
         self.watched = asyncio.Event()
         """Its token stream is read. Requests wait for that: tokens nobody reads are gone."""
@@ -78,7 +84,8 @@ class Worker:
 
     def give_up(self, why: str) -> None:
         """Kills what does not answer; its exit then takes the usual way."""
-        self.why = why
+        # Its death breaks streams and calls, which then come here too.
+        self.why = self.why or why
         if self.process is not None:
             self.process.signal(signal.SIGKILL)
 
@@ -154,7 +161,7 @@ class WorkerPool:
         ]
 
     def _enlist(self, replica: str, epoch: int) -> Worker:
-        worker = Worker(replica, epoch, self._socket(replica, epoch), self._reports)
+        worker = Worker(replica, epoch, self._socket(replica, epoch), self._reports, self._config)
         self._workers[replica, epoch] = worker
         return worker
 
@@ -198,6 +205,7 @@ class WorkerPool:
         try:
             async for report in worker.stub.watch(pb.WatchRequest()):
                 worker.watched.set()
+                worker.health.heard()
                 await self._reports.deliver(worker.replica, worker.epoch, report)
             why = "ended its token stream"
         except CallFailed as error:
@@ -207,18 +215,7 @@ class WorkerPool:
         worker.give_up(why)
 
     async def _check_health(self, worker: Worker) -> None:
-        loop = asyncio.get_running_loop()
-        answered = loop.time()
-        while True:
-            await asyncio.sleep(HEALTH_PERIOD_S)
-            try:
-                await worker.stub.health(pb.HealthRequest(), timeout=HEALTH_PERIOD_S)
-                answered = loop.time()
-            except CallFailed as error:
-                if loop.time() - answered > HANG_DEADLINE_S:
-                    silent = f"silent for {HANG_DEADLINE_S:.0f} s: {describe_failure(error)}"
-                    worker.give_up(silent)
-                    return
+        worker.give_up(await worker.health.failure())
 
     def _end(self, command: cmd.EndWorker, live: None) -> None:
         worker = self._workers.get((command.replica, command.epoch))
@@ -238,7 +235,7 @@ class WorkerPool:
             self._forget(worker)
             return False
         try:
-            described = await worker.stub.describe(pb.DescribeRequest(), timeout=CALL_DEADLINE_S)
+            described = await worker.stub.describe(pb.DescribeRequest(), timeout=worker.call_s)
         except CallFailed:
             described = pb.DescribeReply()
         identity = (described.replica_id, described.epoch, described.pid)
@@ -264,7 +261,7 @@ class WorkerPool:
     async def _reset_and_watch(self, worker: Worker, unload: bool) -> None:
         try:
             call = pb.ResetRequest(unload_weights=unload)
-            await worker.stub.reset(call, timeout=CALL_DEADLINE_S)
+            await worker.stub.reset(call, timeout=worker.call_s)
         except CallFailed as error:
             worker.give_up(f"could not be reset: {describe_failure(error)}")
             return
@@ -303,15 +300,13 @@ class WorkerPool:
         worker = self._workers.get((command.replica, command.epoch))
         if worker is not None:
             call = pb.ReleaseKvRequest(request_ids=[command.request_id])
-            worker.start(
-                self._insist(worker, worker.stub.release_kv(call, timeout=CALL_DEADLINE_S))
-            )
+            worker.start(self._insist(worker, worker.stub.release_kv(call, timeout=worker.call_s)))
 
     def _cancel(self, command: cmd.CancelRequest, live: LiveRequest | None) -> None:
         worker = self._workers.get((command.replica, command.epoch))
         if worker is not None:
             call = pb.CancelRequest(request_ids=[command.request_id])
-            worker.start(self._insist(worker, worker.stub.cancel(call, timeout=CALL_DEADLINE_S)))
+            worker.start(self._insist(worker, worker.stub.cancel(call, timeout=worker.call_s)))
 
     async def _insist(self, worker: Worker, call: Awaitable[object]) -> None:
         """For calls that must take effect, or blocks leak: a worker that does not take them

@@ -1,0 +1,78 @@
+"""Whether a worker still works: its event loop answers, its step loop moves.
+
+Two deadlines, since the two can stall apart. A stopped process, or an event loop that is
+stuck, is *silent*: no answer to Health and no step report. A step loop that is stuck lets
+Health be answered for ever, with the same step number. A long step is neither: it runs in a
+thread of its own, and its deadline is the longer one.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from blitzd.node.worker_calls import CallFailed, describe_failure
+from blitzd.proto.blitzd.engine import v1 as pb
+
+PERIOD_S = 1.0
+"""Between an answer and the next question, at most; a quarter of a shorter deadline."""
+
+
+class HealthWatch:
+    """Of one worker. Time counts only as far as this process was there to listen: after it was
+    stopped itself, or its machine was, the answers are in the socket and blame nobody."""
+
+    def __init__(
+        self, ask: Callable[[], Awaitable[pb.HealthReply]], silence_s: float, step_s: float
+    ) -> None:
+        """`ask` has no deadline of its own."""
+        self._ask = ask
+        self._silence_s = silence_s
+        self._step_s = step_s
+        self._period_s = min(PERIOD_S, silence_s / 4)
+        self._silent_s = 0.0
+        self._unanswered = "no answer to Health"
+        self._step = -1
+
+    def heard(self) -> None:
+        """A sign of life came another way."""
+        self._silent_s = 0.0
+
+    async def failure(self) -> str:
+        """Returns, with the reason, once the worker is to be ended."""
+        while True:
+            answer = asyncio.ensure_future(self._ask())
+            try:
+                while not answer.done():
+                    if self._silent_s >= self._silence_s:
+                        return f"silent for {self._silence_s:g} s: {self._unanswered}"
+                    await self._wait(answer)
+            finally:
+                answer.cancel()
+            try:
+                reply = answer.result()
+            except CallFailed as error:
+                self._unanswered = describe_failure(error)
+            else:
+                self.heard()
+                if stuck := self._stuck(reply):
+                    return stuck
+            await self._rest()
+
+    def _stuck(self, reply: pb.HealthReply) -> str:
+        """Twice the same step: one answer alone may come from just after a pause."""
+        again = reply.step == self._step and reply.idle_ns >= self._step_s * 1e9
+        self._step = reply.step
+        took = reply.idle_ns / 1e9
+        return f"computing step {reply.step} for {took:.1f} s" if again else ""
+
+    async def _wait(self, answer: asyncio.Future[pb.HealthReply]) -> None:
+        tick_s = min(self._silence_s / 20, self._silence_s - self._silent_s)
+        await self._count(asyncio.wait([answer], timeout=tick_s), tick_s)
+
+    async def _rest(self) -> None:
+        await self._count(asyncio.sleep(self._period_s), self._period_s)
+
+    async def _count(self, wait: Awaitable[object], planned_s: float) -> None:
+        began = time.monotonic()
+        await wait
+        self._silent_s += min(time.monotonic() - began, 2 * planned_s)
