@@ -36,7 +36,7 @@ SCALING = (
 POLICY_OF: dict[type[Payload], tuple[str, ...]] = {
     ev.RequestRejected: ("max_queued_requests",),
     ev.PrefillStarted: ("max_prefills_per_replica", "decode_reserve_tokens"),
-    ev.MigrationStarted: ("decode_reserve_tokens", "lease_ttl_ms"),
+    ev.MigrationStarted: ("decode_reserve_tokens", "max_imports_per_replica", "lease_ttl_ms"),
     ev.MigrationFailed: ("lease_ttl_ms", "import_retry_ms"),
     ev.WorkerLost: ("restart_backoff_ms", "restart_backoff_max_ms"),
     ev.LoadFailed: ("restart_backoff_ms", "restart_backoff_max_ms"),
@@ -142,7 +142,7 @@ def _admission_facts(state: ClusterState) -> Facts:
         }
         for role, accepting in (("prefill", ACCEPTS_PROMPTS), ("decode", ACCEPTS_KV))
     }
-    return {"queued": sum(1 for _ in state.queued()), "room_tokens": room}
+    return {"queued": len(state.index.queued), "room_tokens": room}
 
 
 def _scale_facts(state: ClusterState) -> Facts:
@@ -168,7 +168,7 @@ def _prefills(state: ClusterState, policy: Policy, event: ev.PrefillStarted) -> 
     request = state.requests[event.request_id]
     for replica in state.replicas.values():
         offer = prefill_offer(state, policy, request, replica)
-        facts = {"granted": offer.granted, "prompt_tokens_granted": offer.load}
+        facts = {"granted": offer.busy, "prompt_tokens_granted": offer.load}
         yield _offered(offer, event.replica, facts)
 
 
@@ -176,7 +176,7 @@ def _decodes(state: ClusterState, policy: Policy, event: ev.MigrationStarted) ->
     request = state.requests[event.request_id]
     for replica in state.replicas.values():
         offer = decode_offer(state, policy, request, replica)
-        yield _offered(offer, event.target, {"blocks_reserved": offer.load})
+        yield _offered(offer, event.target, {"blocks_in_use": offer.load, "importing": offer.busy})
 
 
 def _offered(offer: Offer, chosen: str, facts: Facts) -> Shown:

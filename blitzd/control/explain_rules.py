@@ -74,8 +74,10 @@ RULES: dict[type[Payload], str] = {
     ),
     ev.PrefillFinished: "The first token is out; the KV goes to a decode replica, or stays.",
     ev.MigrationStarted: (
-        "To the replica that accepts KV, has the blocks free and the fewest reserved, then the"
-        " smallest id; the blocks are reserved for lease_ttl_ms."
+        "First come, first served, to the replica that accepts KV, has the blocks free and the"
+        " fewest in use, then the smallest id; not to one with max_imports_per_replica"
+        " transfers, nor with more than half of its blocks and twice the mean in use. The"
+        " blocks are reserved for lease_ttl_ms."
     ),
     ev.MigrationFinished: "The target has the KV (it said so, or ended the request).",
     ev.MigrationFailed: "no_room: again after import_retry_ms. Anything else ends the request.",

@@ -1,14 +1,28 @@
-"""What each replica offers a request: the facts that dispatch decides on, and that
-`blitzd replay --plan` shows."""
+"""What each replica offers a request, and which offer is taken: the facts that dispatch
+decides on, and that `blitzd replay --plan` shows.
 
-from collections.abc import Iterable
+*Prompts* go where the fewest prompt tokens wait to be computed.
+
+*KV* goes where the fewest blocks are in use: reserved, or more than that if the worker says
+so, since a generation may outgrow its reservation. Three rules keep that fair:
+
+- A replica takes only so many transfers at a time (`max_imports_per_replica`). A new, empty
+  replica is the best choice for everything that waits; with the limit it gets that by and by,
+  as transfers end, and what is over goes to the next best meanwhile.
+- A replica with more than twice the mean, and more than half of its own blocks, in use takes
+  nothing, if any other could ever take it (the original's reject rule; reference 7.6). What
+  is taken by this rule waits for the others, whose requests end.
+- First come, first served: nobody overtakes the first that does not fit, so that one with a
+  long prompt is not starved by short ones.
+"""
+
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from blitzd.control.policy import Policy
-from blitzd.fsm import ClusterState, Replica, ReplicaState, Request, RequestState
+from blitzd.fsm import ClusterState, Replica, ReplicaState, Request
+from blitzd.fsm.index import TAKES_PROMPTS
 from blitzd.fsm.table import ACCEPTS_KV
-
-TAKES_PROMPTS = (ReplicaState.PREFILL, ReplicaState.COLOCATED)
 
 
 class Offer(NamedTuple):
@@ -17,51 +31,99 @@ class Offer(NamedTuple):
     """What would be reserved there."""
     free: int
     """Blocks that are not reserved."""
-    granted: int
-    """Requests being prefilled there."""
+    busy: int
+    """Requests being prefilled there, or transfers to there."""
     load: int
     """The smallest is taken, then the smallest id: prompt tokens being prefilled there, or
-    blocks reserved for decoding."""
+    blocks in use for decoding."""
     refusal: str
     """Why the replica cannot take it; empty: it can."""
 
 
-def best(offers: Iterable[Offer]) -> Offer | None:
-    open_to_it = [offer for offer in offers if not offer.refusal]
-    return min(open_to_it, key=lambda offer: (offer.load, offer.replica.id), default=None)
+def best_prefill(state: ClusterState, policy: Policy, request: Request) -> Offer | None:
+    """Where its prompt is computed; None: it waits."""
+    index = state.index
+    if _none_below(index.grants.least(), policy.max_prefills_per_replica):
+        return None
+    if (index.prompt_free.most() or 0) <= request.prompt_tokens:
+        return None
+    offers = (
+        prefill_offer(state, policy, request, state.replicas[replica_id])
+        for replica_id in index.takers
+    )
+    return _first_open(offers)
+
+
+def best_decode(state: ClusterState, policy: Policy, request: Request) -> Offer | None:
+    """Where its KV goes; None: it waits where it is."""
+    index = state.index
+    if _none_below(index.imports.least(), policy.max_imports_per_replica):
+        return None
+    if (index.kv_free.most() or 0) < _decode_tokens(state, policy, request):
+        return None
+    offers = (
+        decode_offer(state, policy, request, state.replicas[replica_id])
+        for replica_id in index.acceptors
+    )
+    return _first_open(offers)
+
+
+def _none_below(least: int | None, limit: int) -> bool:
+    """Rules out a walk through thousands of replicas that are all busy."""
+    return least is None or least >= limit
+
+
+def _first_open(offers: Iterator[Offer]) -> Offer | None:
+    return next((offer for offer in offers if not offer.refusal), None)
 
 
 def prefill_offer(state: ClusterState, policy: Policy, request: Request, replica: Replica) -> Offer:
-    there = state.requests_on(replica.id)
-    prefilling = [r.prompt_tokens for r in there if r.state is RequestState.PREFILLING]
-    granted, limit = len(prefilling), policy.max_prefills_per_replica
+    index, limit = state.index, policy.max_prefills_per_replica
+    granted, load = index.prefilling[replica.id], index.prefill_tokens[replica.id]
     if replica.state is ReplicaState.COLOCATED:
-        blocks = _decode_blocks(policy, request, replica)
+        blocks = _blocks_for(_decode_tokens(state, policy, request), replica)
     else:
         blocks = _blocks_for(request.prompt_tokens + 1, replica)
-    free = replica.blocks_total - state.blocks_reserved(replica.id)
+    free = replica.blocks_total - index.reserved[replica.id]
     if replica.state not in TAKES_PROMPTS:
         refusal = f"it is {replica.state} and is given no prompts"
     elif granted >= limit:
         refusal = f"it has {granted} prefills, the limit"
     else:
         refusal = _no_room(blocks, free)
-    return Offer(replica, blocks, free, granted, sum(prefilling), refusal)
+    return Offer(replica, blocks, free, granted, load, refusal)
 
 
 def decode_offer(state: ClusterState, policy: Policy, request: Request, replica: Replica) -> Offer:
-    reserved = state.blocks_reserved(replica.id)
-    blocks = _decode_blocks(policy, request, replica)
+    index, limit = state.index, policy.max_imports_per_replica
+    reserved, importing = index.reserved[replica.id], index.importing[replica.id]
+    load = max(reserved, replica.blocks_sampled)
+    blocks = _blocks_for(_decode_tokens(state, policy, request), replica)
     free = replica.blocks_total - reserved
-    if replica.state in ACCEPTS_KV:
-        refusal = _no_room(blocks, free)
-    else:
+    if replica.state not in ACCEPTS_KV:
         refusal = f"it is {replica.state} and accepts no KV"
-    return Offer(replica, blocks, free, 0, reserved, refusal)
+    elif importing >= limit:
+        refusal = f"it takes {importing} transfers already, the limit"
+    else:
+        refusal = _no_room(blocks, free) or _overloaded(state, replica, load, blocks)
+    return Offer(replica, blocks, free, importing, load, refusal)
 
 
 def _no_room(blocks: int, free: int) -> str:
     return f"{blocks} blocks are needed, {free} are free" if blocks > free else ""
+
+
+def _overloaded(state: ClusterState, replica: Replica, load: int, blocks: int) -> str:
+    index = state.index
+    count, total = len(index.acceptors), index.acceptors.total
+    if load * count <= 2 * total or load * 2 <= replica.blocks_total:
+        return ""
+    if index.kv_room.count_from(blocks * replica.block_tokens) < 2:
+        return ""  # nobody else will ever have the room
+    return (
+        f"{load} of its {replica.blocks_total} blocks are in use, more than half and more than"
+        f" twice the mean of {total // count}"
+    )
 
 
 def _blocks_for(tokens: int, replica: Replica) -> int:
@@ -69,7 +131,9 @@ def _blocks_for(tokens: int, replica: Replica) -> int:
     return -(-tokens // replica.block_tokens) if replica.block_tokens else 0
 
 
-def _decode_blocks(policy: Policy, request: Request, replica: Replica) -> int:
+def _decode_tokens(state: ClusterState, policy: Policy, request: Request) -> int:
+    """What room is reserved for: not more than the largest replica has, so that a request
+    that asks for more than it will need is served too."""
     output_tokens = min(request.max_tokens, policy.decode_reserve_tokens)
-    wanted = _blocks_for(request.prompt_tokens + output_tokens, replica)
-    return min(wanted, replica.blocks_total)
+    wanted = request.prompt_tokens + output_tokens
+    return min(wanted, state.index.kv_room.most() or wanted)

@@ -12,6 +12,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """More than that are refused with 429."""
     max_prefills_per_replica: int = 8
     """Requests granted to a prefill replica at a time; the rest stays in the daemon's queue."""
+    max_imports_per_replica: int = 4
+    """KV transfers to a decode replica at a time; 1 is the original's guard."""
     decode_reserve_tokens: int = 256
     """Output tokens that room is reserved for on a decode replica; what a request needs
     beyond that its worker finds as it goes, by preemption if it must."""

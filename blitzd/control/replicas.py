@@ -156,17 +156,13 @@ def tend(turn: Turn) -> None:
     # While draining only for the sake of what is still running.
     if node.phase != "running" and not (node.phase == "draining" and turn.state.requests):
         return
-    for replica in turn.state.replicas.values():
+    for replica_id in sorted(turn.state.index.idle_workers):
+        replica = turn.state.replicas[replica_id]
         if turn.mono_ns < replica.retry_ns:
             continue
         if replica.worker == "absent":
             turn.emit(ev.WorkerSpawning(replica.id, replica.epoch + 1))
             turn.command(SpawnWorker(replica.id, replica.epoch))
-        elif (
-            replica.worker == "attached"
-            and replica.state is ReplicaState.INACTIVE
-            and replica.role != "spare"
-            and not replica.cordoned
-        ):
+        else:
             turn.emit(ev.LoadStarted(replica.id, replica.epoch, replica.role, "host"))
             turn.command(LoadModel(replica.id, replica.epoch))

@@ -5,11 +5,10 @@ a decode replica gets one when its blocks have been reserved, in the event that 
 """
 
 from blitzd.control.commands import CancelRequest, ImportKv, ReleaseKv, StartPrefill
-from blitzd.control.offers import TAKES_PROMPTS, best, decode_offer, prefill_offer
+from blitzd.control.offers import best_decode, best_prefill
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
-from blitzd.fsm import Replica, ReplicaState, Request, RequestState
-from blitzd.fsm.table import ACCEPTS_KV, ACCEPTS_PROMPTS
+from blitzd.fsm import ReplicaState, Request, RequestState
 
 MS = 1_000_000
 S = ReplicaState
@@ -34,7 +33,7 @@ def request_arrived(turn: Turn, arrived: ev.RequestArrived) -> None:
 def _refusal(turn: Turn, arrived: ev.RequestArrived) -> tuple[str, str] | None:
     if turn.state.node.phase != "running":
         return "draining", "the server is shutting down and takes no new requests"
-    waiting = sum(1 for _ in turn.state.queued())
+    waiting = len(turn.state.index.queued)
     if waiting >= turn.policy.max_queued_requests:
         return "queue_full", f"{waiting} requests are waiting, which is the limit"
     too_long = _too_long(turn, arrived.prompt_tokens, arrived.max_tokens)
@@ -43,9 +42,8 @@ def _refusal(turn: Turn, arrived: ev.RequestArrived) -> tuple[str, str] | None:
 
 def _too_long(turn: Turn, prompt_tokens: int, max_tokens: int) -> str:
     """Why it can never be served by those that serve now; empty: it can, or none serves."""
-    for role, accepting in (("prefill", ACCEPTS_PROMPTS), ("decode", ACCEPTS_KV)):
-        serving = [r for r in turn.state.replicas.values() if r.state in accepting]
-        room = max((r.blocks_total * r.block_tokens for r in serving), default=None)
+    index = turn.state.index
+    for role, room in (("prefill", index.prompt_room.most()), ("decode", index.kv_room.most())):
         # A request ends at max_tokens without computing KV for its last token.
         wanted = prompt_tokens + (max_tokens - 1 if role == "decode" else 0)
         if room is not None and wanted > room:
@@ -171,15 +169,16 @@ def expire(turn: Turn) -> None:
 
 def dispatch(turn: Turn) -> None:
     """Grants queued requests to prefill replicas and prefilled ones to decode replicas."""
-    for request in list(turn.state.requests.values()):
+    for request_id in list(turn.state.index.unplaced):
+        request = turn.state.requests[request_id]
         if (
-            request.state is RequestState.MIGRATING
-            and not request.lease_id
-            and turn.mono_ns >= request.retry_ns
+            turn.mono_ns >= request.retry_ns
             # One that changes its role keeps what it has, without a transfer.
             and turn.state.replicas[request.source].state is not S.MUTATING_TO_DECODE
+            and not _start_migration(turn, request)
         ):
-            _start_migration(turn, request)
+            # First come, first served here too: a large one would wait for ever otherwise.
+            break
     for request in list(turn.state.queued()):
         # It may have come before anybody knew how much room there would be.
         too_long = _too_long(turn, request.prompt_tokens, request.max_tokens)
@@ -191,9 +190,7 @@ def dispatch(turn: Turn) -> None:
 
 
 def _start_prefill(turn: Turn, request: Request) -> bool:
-    replicas = _in_states(turn, *TAKES_PROMPTS)
-    offers = [prefill_offer(turn.state, turn.policy, request, replica) for replica in replicas]
-    offer = best(offers)
+    offer = best_prefill(turn.state, turn.policy, request)
     if offer is None:
         return False
     chosen, blocks = offer.replica, offer.blocks
@@ -204,18 +201,14 @@ def _start_prefill(turn: Turn, request: Request) -> bool:
     return True
 
 
-def _in_states(turn: Turn, *wanted: ReplicaState) -> list[Replica]:
-    return [r for r in turn.state.replicas.values() if r.state in wanted]
-
-
-def _start_migration(turn: Turn, request: Request) -> None:
-    replicas = _in_states(turn, *ACCEPTS_KV)
-    offer = best(decode_offer(turn.state, turn.policy, request, r) for r in replicas)
+def _start_migration(turn: Turn, request: Request) -> bool:
+    offer = best_decode(turn.state, turn.policy, request)
     if offer is None:
-        return
+        return False
     chosen, blocks = offer.replica, offer.blocks
     lease_id = turn.state.node.next_lease
     expires_ns = turn.mono_ns + turn.policy.lease_ttl_ms * MS
     hop = (request.source, request.source_epoch, chosen.id, chosen.epoch)
     turn.emit(ev.MigrationStarted(lease_id, request.id, *hop, blocks, expires_ns))
     turn.command(ImportKv(lease_id, request.id, *hop, expires_ns))
+    return True

@@ -159,7 +159,7 @@ def _deactivate(turn: Turn, replica: Replica, reason: str) -> None:
 
 def settle(turn: Turn) -> None:
     """Completes every change that has nothing left to wait for."""
-    for replica in list(turn.state.replicas.values()):
+    for replica in turn.state.in_states(*_FOLLOWS):
         if replica.drain_deadline_ns and turn.mono_ns >= replica.drain_deadline_ns:
             for request in turn.state.requests_on(replica.id):
                 reason = f"replica {replica.id} was drained and its deadline has passed"
@@ -167,6 +167,7 @@ def settle(turn: Turn) -> None:
         follows = _FOLLOWS.get(replica.state)
         if follows is not None:
             follows(turn, replica)
+    _retire(turn)
 
 
 def _empty(turn: Turn, replica: Replica) -> None:
@@ -195,9 +196,13 @@ def _finish_mutation(turn: Turn, replica: Replica) -> None:
         turn.command(DecodeLocally(replica.id, replica.epoch, request_id))
 
 
-def _retire(turn: Turn, replica: Replica) -> None:
-    if turn.mono_ns >= replica.null_ns + turn.policy.null_ttl_ms * MS:
-        _deactivate(turn, replica, "ttl")
+def _retire(turn: Turn) -> None:
+    """Those that were warm for nothing, the oldest first."""
+    while nulls := turn.state.index.nulls:
+        oldest = turn.state.replicas[next(iter(nulls))]
+        if turn.mono_ns < oldest.null_ns + turn.policy.null_ttl_ms * MS:
+            return
+        _deactivate(turn, oldest, "ttl")
 
 
 _FOLLOWS = {
@@ -206,7 +211,6 @@ _FOLLOWS = {
     S.AUS_PREFILL: _open_prefill,
     S.REFACTORY_PREFILL: _open_alone,
     S.MUTATING_TO_DECODE: _finish_mutation,
-    S.SHUTTING_NULL: _retire,
 }
 
 
@@ -219,9 +223,10 @@ def scale(turn: Turn) -> None:
     node = turn.state.node
     if not node.wanted_prefill or node.phase != "running":
         return
+    there = turn.state.index.roles
     missing = {
-        "prefill": node.wanted_prefill - len(_of_role(turn, "prefill")),
-        "decode": node.wanted_decode - len(_of_role(turn, "decode")),
+        "prefill": node.wanted_prefill - there["prefill"],
+        "decode": node.wanted_decode - there["decode"],
     }
     while missing["prefill"] < 0 < missing["decode"] and _mutate_one(turn):
         missing["prefill"] += 1
@@ -233,29 +238,27 @@ def scale(turn: Turn) -> None:
             missing[role] += 1
 
 
-def _of_role(turn: Turn, role: str) -> list[Replica]:
-    """Those that have the role or are on the way to it."""
-    return [r for r in turn.state.replicas.values() if r.role == role]
-
-
 def _idlest(turn: Turn, replicas: list[Replica]) -> Replica | None:
     """An idle one if there is one, else the one with the fewest blocks reserved."""
     return min(replicas, key=lambda r: (turn.state.blocks_reserved(r.id), r.id), default=None)
 
 
 def _mutate_one(turn: Turn) -> bool:
-    chosen = _idlest(turn, [r for r in _of_role(turn, "prefill") if r.state is S.PREFILL])
+    chosen = _idlest(turn, turn.state.in_states(S.PREFILL))
     if chosen is None:
         return False
     turn.emit(ev.MutationStarted(chosen.id, chosen.epoch, "decode"))
     return True
 
 
+def _spare(turn: Turn, *states: ReplicaState) -> list[Replica]:
+    return [r for r in turn.state.in_states(*states, role="spare") if not r.cordoned]
+
+
 def _raise_one(turn: Turn, role: str) -> bool:
-    spare = [r for r in turn.state.replicas.values() if r.role == "spare" and not r.cordoned]
-    shutting = [r for r in spare if r.state in SHUTTING and r.null_role == role]
-    nulls = [r for r in spare if r.state is S.SHUTTING_NULL]
-    inactive = [r for r in spare if r.state is S.INACTIVE]
+    shutting = [r for r in _spare(turn, *SHUTTING) if r.null_role == role]
+    nulls = _spare(turn, S.SHUTTING_NULL)
+    inactive = _spare(turn, S.INACTIVE)
     if shutting:
         revived = _idlest(turn, shutting)
         assert revived is not None
@@ -273,12 +276,10 @@ def _raise_one(turn: Turn, role: str) -> bool:
 def _lower_one(turn: Turn, role: str) -> bool:
     """What serves nothing yet goes first, then what is idle, then what has least to finish;
     never the last that serves, while others of its role still load."""
-    replicas = _of_role(turn, role)
-    for replica in replicas:
-        if replica.state in (S.INACTIVE, S.FAILED):
-            turn.emit(ev.RoleAssigned(replica.id, "spare"))
-            return True
-    serving = [r for r in replicas if r.state is SERVING_AS[role]]
+    for replica in turn.state.in_states(S.INACTIVE, S.FAILED, role=role):
+        turn.emit(ev.RoleAssigned(replica.id, "spare"))
+        return True
+    serving = turn.state.in_states(SERVING_AS[role])
     chosen = _idlest(turn, serving)
     if chosen is None or len(serving) < 2:
         return False

@@ -126,5 +126,20 @@ def _workers(state: ClusterState) -> Iterator[str]:
             yield f"{replica.id} is {replica.state} with worker {replica.worker}"
 
 
+def _index(state: ClusterState) -> Iterator[str]:
+    """The index says of the entities what one made anew says."""
+    for name in state.index.differs_from(ClusterState.decode(state.encode()).index):
+        yield f"the index has other {name} than the entities"
+
+
 Check = Callable[[ClusterState], Iterator[str]]
-CHECKS: tuple[Check, ...] = (_guards, _weights, _pairs, _leases, _requests, _blocks, _workers)
+CHECKS: tuple[Check, ...] = (
+    _guards,
+    _weights,
+    _pairs,
+    _leases,
+    _requests,
+    _blocks,
+    _workers,
+    _index,
+)

@@ -1,7 +1,8 @@
 """The cluster's state: entities, what is derived from them, and its hash.
 
 Entities hold integers and strings only. Whatever can be computed from them (queue length,
-in-flight counts, reserved blocks, links in use) is computed, never kept beside them.
+in-flight counts, reserved blocks, links in use) is computed, never kept beside them; what is
+asked for all the time is in an index that follows the entities by itself.
 
 A field that has its default is left out of what is hashed and of snapshots. So a field can
 be added without changing the hash of any state that a log recorded before. No entity can
@@ -14,6 +15,7 @@ from typing import Any, Self
 
 import msgspec
 
+from blitzd.fsm.index import Index
 from blitzd.fsm.request import RequestState
 from blitzd.fsm.table import ReplicaState
 
@@ -157,29 +159,48 @@ class ClusterState:
         self._hashes: dict[Key, int] = {}
         self._dirty: set[Key] = {("node", 0)}
         self._sum = 0
+        self._index = Index()
+        self._stale: set[Key] = set()
 
     # Derived.
 
+    @property
+    def index(self) -> Index:
+        """Of what is there now. Not to be kept: ask again after an event."""
+        if self._stale:
+            self._index.refresh(self, self._stale)
+            self._stale.clear()
+        return self._index
+
     def queued(self) -> Iterator[Request]:
-        """In order of arrival, which is the order of the table."""
-        return (r for r in self.requests.values() if r.state is RequestState.QUEUED)
+        """In order of arrival, which is the order of their ids."""
+        return (self.requests[request_id] for request_id in self.index.queued)
 
     def requests_on(self, replica: str) -> list[Request]:
-        """Those that hold or have reserved blocks there."""
-        return [r for r in self.requests.values() if replica in (r.source, r.target)]
+        """Those that hold or have reserved blocks there, in order of arrival."""
+        return [self.requests[key] for key in sorted(self.index.on.get(replica, ()))]
 
     def blocks_reserved(self, replica: str) -> int:
-        return sum(
-            (r.source_blocks if r.source == replica else 0)
-            + (r.target_blocks if r.target == replica else 0)
-            for r in self.requests.values()
-        )
+        return self.index.reserved[replica]
+
+    def in_states(self, *states: ReplicaState, role: str = "") -> list[Replica]:
+        """By id; with a role only those that have it."""
+        found = [
+            replica_id
+            for group, replica_ids in self.index.groups.items()
+            if group.state in states and role in ("", group.role)
+            for replica_id in replica_ids
+        ]
+        return [self.replicas[replica_id] for replica_id in sorted(found)]
 
     # The hash.
 
     def touch(self, kind: str, key: str | int) -> None:
-        """Marks an entity for hashing again. Cheap: the hash is made when it is asked for."""
-        self._dirty.add((kind, key))
+        """Marks an entity for hashing and for the index. Cheap: either is made when it is
+        asked for."""
+        touched = (kind, key)
+        self._dirty.add(touched)
+        self._stale.add(touched)
 
     def hash(self) -> str:
         """A sum of per-entity hashes, so that its cost follows what changed and not what
@@ -194,6 +215,8 @@ class ClusterState:
                 self._hashes[kind, key] = new
             self._sum = (self._sum + new - old) % HASH_MODULUS
         self._dirty.clear()
+        # Who only folds asks for hashes alone: what is stale must not pile up meanwhile.
+        self.index  # noqa: B018
         return f"{self._sum:064x}"
 
     def entity(self, kind: str, key: str | int) -> Entity | None:
@@ -220,7 +243,7 @@ class ClusterState:
         }
         for request in self.requests.values():
             by_state[request.state.value] += 1
-        queued = list(self.queued())
+        index = self.index
         return {
             "seq": self.seq,
             "hash": self.hash(),
@@ -239,8 +262,8 @@ class ClusterState:
             },
             "replicas": [self._replica_json(r) for _, r in sorted(self.replicas.items())],
             "queue": {
-                "requests": len(queued),
-                "tokens": sum(r.prompt_tokens for r in queued),
+                "requests": len(index.queued),
+                "tokens": index.tokens[RequestState.QUEUED],
             },
             "requests": by_state,
             "links": self._links_json(),
@@ -271,7 +294,7 @@ class ClusterState:
             "pair": replica.pair_id,
             "cordoned": bool(replica.cordoned),
             "drain_deadline_ns": replica.drain_deadline_ns,
-            "inflight": len(self.requests_on(replica.id)),
+            "inflight": len(self.index.on.get(replica.id, ())),
             "blocks_used": replica.blocks_sampled,
             "blocks_reserved": self.blocks_reserved(replica.id),
             "blocks_total": replica.blocks_total,
