@@ -13,6 +13,8 @@ app = cyclopts.App(name="blitzd", help=blitzd.__doc__, version=blitzd.__version_
 
 for name, where, text in (
     ("up", "serve:up", "Serve a model with prefill and decode in processes of their own."),
+    ("serve", "serve:serve", "The node daemon: settings from a file."),
+    ("config", "config:app", "Check settings, and show what they come to."),
     ("model", "model:app", "Fetch, list and look into models."),
     ("log", "log:app", "Look into the event log on disk, check it, repair it."),
     ("replay", "replay:replay", "Fold a log: states, stories, reasons, traces."),

@@ -35,7 +35,7 @@ class LogLocked(LogError):
     def __init__(self, directory: Path, holder: str) -> None:
         super().__init__(
             f"{directory} is being written by process {holder}: stop it first, "
-            "or give this daemon a --state-dir of its own"
+            "or give this daemon a state directory of its own"
         )
         self.directory = directory
         self.holder = holder

@@ -101,6 +101,7 @@ def _new_request_id() -> str:
 class Serving:
     """Where a node is being served: the ports in use, also when 0 was asked for."""
 
+    host: str
     port: int
     admin_port: int
 
@@ -140,7 +141,7 @@ async def serve(
                 lambda: Connection(admin, loop, limits), sock=sock
             )
             stack.callback(server.close)
-        yield Serving(*(server.sockets[0].getsockname()[1] for server in servers))
+        yield Serving(host, *(server.sockets[0].getsockname()[1] for server in servers))
 
 
 @asynccontextmanager

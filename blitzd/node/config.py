@@ -19,9 +19,8 @@ class NodeConfig:
     decode: int = 1
     spare: int = 1
     node: str = "local"
-    host: str = "127.0.0.1"
-    port: int = 11236
-    admin_port: int = 11237
+    spawn: str = "process"
+    """How workers are started: process or systemd."""
     same_node: str = "map"
     """How KV moves between workers of this node: map or ucx."""
     kv_blocks: int = 256
@@ -31,8 +30,12 @@ class NodeConfig:
     weights: str = "map"
     """Of each replica: map (shared on the node) or copy."""
     worker_threads: int = 1
+    max_batch_tokens: int = 512
+    max_batch_size: int = 64
     pace_layer_ms: float = 0.0
     orphan_timeout_s: float = 20.0
+    start_deadline_s: float = 30.0
+    """From the start of a worker to its first answer."""
     hang_deadline_s: float = 5.0
     """A worker that shows no sign of life for so long is ended: it may be stopped or stuck."""
     step_deadline_s: float = 60.0

@@ -28,7 +28,6 @@ from blitzd.node.worker_calls import (
 from blitzd.node.worker_process import WorkerProcess
 from blitzd.proto.blitzd.engine import v1 as pb
 
-START_DEADLINE_S = 30.0
 END_GRACE_S = 3.0
 
 log = structlog.get_logger()
@@ -46,6 +45,7 @@ class Worker:
         self.process: WorkerProcess | None = None
         self.channel = Channel(path=str(socket))
         self.stub = pb.EngineStub(self.channel)
+        self._start_s = config.start_deadline_s
         self.call_s = config.hang_deadline_s + CALL_MARGIN_S
         self.calls = WorkerCalls(replica, epoch, self.stub, reports, self.call_s)
         self.health = HealthWatch(
@@ -63,7 +63,7 @@ class Worker:
     def start_request(self, work: Callable[[], Awaitable[None]]) -> None:
         async def when_watched() -> None:
             try:
-                async with asyncio.timeout(START_DEADLINE_S):
+                async with asyncio.timeout(self._start_s):
                     await self.watched.wait()
             except TimeoutError:
                 self.give_up("its token stream did not begin")
@@ -156,6 +156,8 @@ class WorkerPool:
             *("--device", config.device_of(replica)),
             *("--weights", config.weights),
             *("--threads", str(config.worker_threads)),
+            *("--max-batch-tokens", str(config.max_batch_tokens)),
+            *("--max-batch-size", str(config.max_batch_size)),
             *("--pace-layer-ms", str(config.pace_layer_ms)),
             *("--orphan-timeout", str(config.orphan_timeout_s)),
         ]
@@ -187,7 +189,7 @@ class WorkerPool:
         started = ev.WorkerStarted(worker.replica, worker.epoch, worker.process.pid)
         await self._reports.post(started)
         try:
-            async with asyncio.timeout(START_DEADLINE_S):
+            async with asyncio.timeout(self._config.start_deadline_s):
                 while not worker.socket.exists():  # noqa: ASYNC110 - a file has no event
                     await asyncio.sleep(0.01)
                 described = await worker.stub.describe(pb.DescribeRequest())

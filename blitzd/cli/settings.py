@@ -1,0 +1,146 @@
+"""What a daemon can be told, section by section, with what is accepted for each key.
+
+The one place that names keys: the file, the environment, `--set`, `blitzd config show`,
+docs/config.md and the errors all follow from these types.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from blitzd.control.policy import Policy
+from blitzd.engine import catalogue
+from blitzd.engine.options import Weights
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Replicas = Annotated[int, Meta(ge=1, le=64)]
+Spares = Annotated[int, Meta(ge=0, le=64)]
+Count = Annotated[int, Meta(ge=1, le=1 << 30)]
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
+Device = Annotated[
+    str, Meta(pattern=r"^(cpu|auto|cuda(:\d{1,3})?)$", description="cpu, cuda, cuda:N or auto")
+]
+Name = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$", description="a host name's characters")
+]
+Text = Annotated[str, Meta(min_length=1)]
+
+
+class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    name: Name = "local"
+    """Of this node, in the log."""
+    state_dir: str = ""
+    """Where the event log is kept. Empty: `$STATE_DIRECTORY`, `/var/lib/blitzd` if it can be
+    written, else `$XDG_STATE_HOME/blitzd`."""
+    spawn: Literal["process", "systemd"] = "process"
+    """How workers are started: as processes of the daemon, or as units of the system's manager
+    (`blitzd-worker@ID.service`; see docs/systemd.md)."""
+
+
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
+    name: Text = catalogue.DEFAULT_MODEL
+    """A name of the catalogue (fetched if it is not here), or the path of a GGUF file or of a
+    directory with config.json and safetensors."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of weights and KV; auto: float32 on a CPU, bfloat16 on GPUs."""
+
+
+class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
+    prefill: Replicas = 1
+    """Replicas that compute prompts."""
+    decode: Replicas = 1
+    """Replicas that make the tokens after the first."""
+    spare: Spares = 1
+    """Workers without a model, for when replicas are added."""
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    device: Device = "cpu"
+    """Where replicas run: cpu; cuda, in turns on every visible GPU; cuda:N; auto for cuda where
+    it can be had, else cpu. The CUDA path has never been run on a GPU yet."""
+    weights: Weights = "map"
+    """map: replicas share the mapped file. copy: each has its own, on huge pages."""
+    kv_mib: Count = 1024
+    """KV cache of each replica, MiB."""
+    threads: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Compute threads of each worker."""
+    max_batch_tokens: Count = 512
+    """Of one step: longer prompts are computed in chunks, so it bounds how long the other
+    requests of a replica wait for a step."""
+    max_batch_size: Count = 64
+    """Requests of one step; at most `max_batch_tokens`."""
+    pace_layer_ms: Annotated[float, Meta(ge=0, le=60_000)] = 0.0
+    """Floor under a layer's time, for experiments on few cores; 0: none."""
+
+
+class FabricSettings(msgspec.Struct, frozen=True, kw_only=True):
+    same_node: Literal["map", "ucx"] = "map"
+    """How KV moves between workers of this node: a mapped arena, or UCX as between nodes."""
+
+
+class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
+    host: Text = "127.0.0.1"
+    """Where the OpenAI API, the probes and `/metrics` listen."""
+    port: Port = 11236
+    """0: any that is free."""
+    body_bytes: Annotated[int, Meta(ge=1024, le=1 << 30)] = 4 * 1024 * 1024
+    """Of a request's body; more is a 413."""
+    body_s: Seconds = 30.0
+    """A body arrives within this time, or the answer is 408."""
+    idle_s: Seconds = 75.0
+    """A connection without a complete request is closed after it."""
+    send_s: Seconds = 30.0
+    """A client that takes nothing for so long is disconnected, its request cancelled."""
+    stall_s: Seconds = 600.0
+    """Longest wait for acceptance, for a first token and between two tokens."""
+
+
+class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
+    port: Port = 11237
+    """Of the admin API, on 127.0.0.1; it has no authentication. 0: any that is free."""
+    socket: str = ""
+    """A unix socket (mode 0660) for the admin API beside the port. Empty: none."""
+
+
+class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
+    drain_s: Annotated[float, Meta(ge=0, le=86400)] = 30.0
+    """What runs when the daemon is told to stop may take so long to finish. A second signal
+    brings the end forward."""
+    hang_deadline_s: Annotated[float, Meta(ge=0.2, le=86400)] = 5.0
+    """A worker without a sign of life for so long is killed. Twenty times the slowest answer
+    that was measured on a busy machine (0.23 s, while torch is imported)."""
+    step_deadline_s: Annotated[float, Meta(ge=0.2, le=86400)] = 60.0
+    """A worker that answers, but computes one step for so long, is killed. Above the longest
+    step that a model can take: `max_batch_tokens` of prompt."""
+    start_deadline_s: Seconds = 30.0
+    """From the start of a worker to its first answer."""
+    orphan_timeout_s: Annotated[float, Meta(ge=1, le=86400)] = 20.0
+    """A worker that no daemon asks for so long ends by itself: the time that a daemon which
+    died has to come back to its workers."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    node: NodeSettings = NodeSettings()
+    model: ModelSettings = ModelSettings()
+    replicas: ReplicaSettings = ReplicaSettings()
+    engine: EngineSettings = EngineSettings()
+    fabric: FabricSettings = FabricSettings()
+    http: HttpSettings = HttpSettings()
+    admin: AdminSettings = AdminSettings()
+    limits: LimitSettings = LimitSettings()
+    policy: Policy = Policy()
+
+
+def conflicts(settings: Settings) -> list[str]:
+    """What is wrong though each key alone is right."""
+    found = []
+    http, admin, engine = settings.http, settings.admin, settings.engine
+    if http.port and http.port == admin.port:
+        found.append(f"http.port and admin.port are both {http.port}; two ports are needed")
+    if engine.max_batch_size > engine.max_batch_tokens:
+        found.append(
+            f"engine.max_batch_size: {engine.max_batch_size}; accepted: at most"
+            f" engine.max_batch_tokens, {engine.max_batch_tokens}"
+        )
+    return found

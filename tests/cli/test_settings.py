@@ -1,0 +1,191 @@
+"""Where settings come from, which of several wins, and what is said about a wrong one."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from blitzd.cli.settings import Settings
+from blitzd.cli.settings_layers import KEYS, SettingsError, load
+from blitzd.engine.options import ReplicaOptions
+from blitzd.http.limits import DEFAULT_LIMITS
+from blitzd.http.server import ADMIN_PORT, PUBLIC_PORT
+from blitzd.node.config import NodeConfig
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "blitzd.toml"
+
+
+def problems(
+    file: Path | None = None,
+    assignments: tuple[str, ...] = (),
+    environment: dict[str, str] | None = None,
+) -> list[str]:
+    with pytest.raises(SettingsError) as refused:
+        load(file, assignments, environment or {})
+    return list(refused.value.problems)
+
+
+def test_each_source_wins_over_the_one_before_and_the_winner_is_known(file: Path) -> None:
+    file.write_text("[replicas]\nprefill = 2\ndecode = 2\nspare = 2\n[http]\nport = 2\n")
+    environment = {
+        "BLITZD_REPLICAS__DECODE": "3",
+        "BLITZD_REPLICAS__SPARE": "3",
+        "BLITZD_HTTP__PORT": "3",
+    }
+    loaded = load(
+        file,
+        ("replicas.spare=4", "http.port=4"),
+        environment,
+        {"http.port": ("--port", 5)},
+    )
+    counts = loaded.settings.replicas
+    assert (counts.prefill, counts.decode, counts.spare) == (2, 3, 4)
+    assert loaded.settings.http.port == 5
+    assert loaded.settings.admin.port == 11237
+    assert loaded.origins == {
+        ("replicas", "prefill"): str(file),
+        ("replicas", "decode"): "$BLITZD_REPLICAS__DECODE",
+        ("replicas", "spare"): "--set",
+        ("http", "port"): "--port",
+    }
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=str)
+def test_every_key_can_be_set_in_all_three_ways(key: Any, file: Path) -> None:
+    default = getattr(getattr(Settings(), key.section), key.name)
+    value = other_than(default, key.accepted)
+    encoded = msgspec.json.encode(value).decode()
+    # A batch has to have the tokens of its requests.
+    rest = ("engine.max_batch_tokens=4096",) if key.name == "max_batch_size" else ()
+    file.write_text(f"[{key.section}]\n{key.name} = {encoded}\n")
+    variable = f"BLITZD_{key.section}__{key.name}".upper()
+    for loaded in (
+        load(file, rest, {}),
+        load(None, rest, {variable: str(value)}),
+        load(None, (*rest, f"{key}={value}"), {}),
+    ):
+        assert getattr(getattr(loaded.settings, key.section), key.name) == value
+
+
+def other_than(default: Any, accepted: str) -> Any:
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default + 2
+    words = accepted.replace(" or ", ", ").split(", ")
+    if len(words) > 1:
+        return next(word for word in words if word != default)
+    return f"{default}x"
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_one(file: Path) -> None:
+    file.write_text("[http]\nprot = 1\n[replica]\nprefill = 1\n[engine]\nsame_node = 'map'\n")
+    assert problems(file) == [
+        f"{file}: http.prot: no such key; meant http.port?",
+        f"{file}: [replica]: no such section; meant [replicas]?",
+        f"{file}: engine.same_node: no such key; meant fabric.same_node?",
+    ]
+    assert problems(assignments=("policy.pair_caps=1",)) == [
+        "--set: policy.pair_caps: no such key; meant policy.pair_cap?"
+    ]
+    assert problems(environment={"BLITZD_LIMITS__DRIAN_S": "1"}) == [
+        "$BLITZD_LIMITS__DRIAN_S: limits.drian_s: no such key; meant limits.drain_s?"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("assignment", "value", "accepted"),
+    [
+        ("http.port=70000", "70000", "an integer from 0 to 65535"),
+        ("http.port=web", "'web'", "an integer from 0 to 65535"),
+        ("http.port=80.0", "80.0", "an integer from 0 to 65535"),
+        ("http.port=true", "True", "an integer from 0 to 65535"),
+        ("limits.hang_deadline_s=0.1", "0.1", "a number from 0.2 to 86400"),
+        ("limits.hang_deadline_s=nan", "nan", "a number from 0.2 to 86400"),
+        ("http.stall_s=0", "0", "a number above 0, up to 86400"),
+        ("node.spawn=fork", "'fork'", "process, systemd"),
+        ("engine.device=gpu", "'gpu'", "cpu, cuda, cuda:N or auto"),
+        ("policy.pair_cap=-1", "-1", "an integer from 0 to 9007199254740992"),
+        ("model.name=", "''", "a string that is not empty"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_accepted(
+    assignment: str, value: str, accepted: str
+) -> None:
+    key = assignment.partition("=")[0]
+    assert problems(assignments=(assignment,)) == [f"--set: {key}: {value}; accepted: {accepted}"]
+
+
+def test_all_that_is_wrong_is_said_at_once(file: Path) -> None:
+    file.write_text("port = 1\n[http]\nport = 'x'\n")
+    assert len(problems(file, ("a=b", "replicas.decode=0"))) == 4
+
+
+def test_a_file_that_is_no_toml_is_refused_with_the_place(file: Path) -> None:
+    file.write_text("[http]\nport == 1\n")
+    assert "line 2" in problems(file)[0]
+    file.write_bytes(b"\xff")
+    assert "not UTF-8" in problems(file)[0]
+
+
+def test_settings_that_contradict_each_other_are_refused_with_where_they_are(file: Path) -> None:
+    file.write_text("[http]\nport = 9000\n")
+    [problem] = problems(file, ("admin.port=9000",))
+    assert problem.startswith(f"--set, {file}: http.port and admin.port are both 9000")
+    [problem] = problems(assignments=("engine.max_batch_size=600",))
+    assert "engine.max_batch_size: 600; accepted: at most engine.max_batch_tokens, 512" in problem
+    assert load(None, ("http.port=0", "admin.port=0"), {}).settings.http.port == 0
+
+
+def test_defaults_are_those_of_the_parts() -> None:
+    settings = Settings()
+    for name in ("body_bytes", "body_s", "idle_s", "send_s", "stall_s"):
+        assert getattr(settings.http, name) == getattr(DEFAULT_LIMITS, name)
+    assert (settings.http.port, settings.admin.port) == (PUBLIC_PORT, ADMIN_PORT)
+    engine = {f.name: f.default for f in fields(ReplicaOptions)}
+    for name in ("threads", "weights", "max_batch_tokens", "max_batch_size", "pace_layer_ms"):
+        assert getattr(settings.engine, name) == engine[name]
+    node = {f.name: f.default for f in fields(NodeConfig)}
+    for name in LIMITS:
+        assert getattr(settings.limits, name) == node[name]
+
+
+LIMITS = ("drain_s", "hang_deadline_s", "step_deadline_s", "start_deadline_s", "orphan_timeout_s")
+
+
+def blitzd(*args: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "blitzd", *args]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_what_show_prints_is_a_file_that_gives_the_same(file: Path) -> None:
+    shown = blitzd("config", "show", "--set", "http.port=9000", "--set", 'model.name=/a "b"')
+    assert shown.returncode == 0, shown.stderr
+    [line] = [line for line in shown.stdout.splitlines() if line.startswith("port = 9000")]
+    assert line.endswith("# --set")
+    file.write_text(shown.stdout)
+    loaded = load(file, (), {})
+    assert loaded.settings.http.port == 9000
+    assert loaded.settings.model.name == '/a "b"'
+    assert len(loaded.origins) == len(KEYS)
+
+
+def test_check_says_what_is_wrong_and_exits_with_it(file: Path) -> None:
+    file.write_text("[http]\nport = 9000\n")
+    good = blitzd("config", "check", str(file))
+    assert (good.returncode, good.stdout) == (0, f"{file}: fine; it sets 1 keys\n")
+    file.write_text("[http]\nport = -1\n")
+    bad = blitzd("config", "check", str(file), "--json")
+    assert bad.returncode == 1
+    assert "http.port: -1" in msgspec.json.decode(bad.stdout)["problems"][0]
+    # Starting again would not help, which a manager tells from the exit code.
+    assert blitzd("serve", "-c", str(file)).returncode == 2
+    missing = blitzd("serve", "-c", str(file) + "x")
+    assert (missing.returncode, "No such file" in missing.stderr) == (2, True)
