@@ -203,7 +203,7 @@ class _Bench:
         for request in requests:
             request.output_tokens = [0]
             self._stepper.reserve(request)
-            self._stepper.adopt(request.request_id)
+            self._stepper.adopt(request.request_id, lease=1)
         self._step(batch)
         times = [self._step(batch) for _ in range(self._steps)]
         self._stepper.cancel([request.request_id for request in requests])

@@ -1,9 +1,9 @@
-"""What the worker's RPCs can fail with, and the gRPC status each becomes. No torch here."""
+"""What goes wrong in a worker, and the gRPC status that its RPCs end with: faults of a
+hand-over have a message of their own (`handover`). No torch here."""
 
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
-from blitzd.fabric import FabricError, IdentityMismatch, PeerLost, TransferTimeout
 from blitzd.sched import NoRoom, Refused
 
 
@@ -13,6 +13,10 @@ class InvalidField(ValueError):
 
 class NotHeld(LookupError):
     """No request of that id holds its KV here, or not under that lease."""
+
+
+class OtherEpoch(Exception):
+    """Another life of this replica was meant."""
 
 
 class NotReady(Exception):
@@ -27,6 +31,20 @@ class Corrupt(Exception):
     """Bytes that do not have the digest they should have."""
 
 
+class CorruptKv(Corrupt):
+    """A layer of moved KV, the first one, that does not have the source's checksum."""
+
+    def __init__(self, message: str, layer: int, source: int, target: int) -> None:
+        super().__init__(message)
+        self.layer = layer
+        self.source = source
+        self.target = target
+
+
+class Stalled(Exception):
+    """No byte of a transfer came for too long."""
+
+
 class Overloaded(Exception):
     """Too many commands wait for the step that is running."""
 
@@ -34,17 +52,11 @@ class Overloaded(Exception):
 STATUS: tuple[tuple[type[BaseException], Status], ...] = (
     (InvalidField, Status.INVALID_ARGUMENT),
     (Refused, Status.INVALID_ARGUMENT),
-    (NotHeld, Status.NOT_FOUND),
     (NotReady, Status.FAILED_PRECONDITION),
-    (Mismatch, Status.FAILED_PRECONDITION),
     (Corrupt, Status.DATA_LOSS),
     (NoRoom, Status.RESOURCE_EXHAUSTED),
     (Overloaded, Status.RESOURCE_EXHAUSTED),
     (MemoryError, Status.RESOURCE_EXHAUSTED),
-    (PeerLost, Status.UNAVAILABLE),
-    (IdentityMismatch, Status.UNAVAILABLE),
-    (TransferTimeout, Status.DEADLINE_EXCEEDED),
-    (FabricError, Status.INTERNAL),
     (TimeoutError, Status.DEADLINE_EXCEEDED),
 )
 

@@ -10,7 +10,8 @@ import structlog
 import xxhash
 
 from blitzd.engine.calls import to_the_end
-from blitzd.engine.errors import Mismatch, NotHeld
+from blitzd.engine.errors import Mismatch, NotHeld, OtherEpoch
+from blitzd.engine.handover import SAID_BY_SOURCE, fault_of
 from blitzd.fabric import FabricError, Identity, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
 
@@ -43,16 +44,33 @@ class Exporter:
         self._freeing: set[int] = set()
         self._freeing_all = 0
 
+    @property
+    def leased(self) -> list[int]:
+        """Requests that a target has a lease for."""
+        return list(self._leases)
+
+    @property
+    def transfers(self) -> int:
+        """Under way from here."""
+        return len(self._sends)
+
     async def run(
         self, replica: "Replica", message: pb.ExportKvRequest, map_path: str, deadline: float
     ) -> pb.ExportKvReply:
-        """Where the KV of a held request lies; over UCX, it is on its way by then.
+        """Where the KV of a held request lies; over UCX, it is on its way by then. Or why the
+        target does not get it: `fault` NOT_HELD (unknown request, older lease), EPOCH,
+        MISMATCH."""
+        try:
+            return await self._export(replica, message, map_path, deadline)
+        except tuple(SAID_BY_SOURCE.values()) as error:
+            return pb.ExportKvReply(fault=fault_of(error), reason=str(error))
 
-        Raises NotHeld (unknown request, other epoch, older lease), Mismatch, InvalidField.
-        """
+    async def _export(
+        self, replica: "Replica", message: pb.ExportKvRequest, map_path: str, deadline: float
+    ) -> pb.ExportKvReply:
         request_id = message.request_id
         if message.source_epoch != self._identity.epoch:
-            raise NotHeld(f"source_epoch: {message.source_epoch}; this is {self._identity}")
+            raise OtherEpoch(f"source_epoch: {message.source_epoch}; this is {self._identity}")
         if message.layout != replica.layout:
             raise Mismatch(
                 f"layout: {message.layout}; {self._identity} has {replica.layout}: another "

@@ -44,6 +44,8 @@ class Generation:
     """Of the newest token, if they are wanted."""
     fault: str = ""
     """Why it cannot go on."""
+    lease: int = 0
+    """By which its KV came; 0: it was computed here."""
 
     @property
     def banned(self) -> frozenset[int]:

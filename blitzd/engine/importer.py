@@ -1,24 +1,23 @@
 """The target's side of a hand-over: reserves blocks, pulls the KV into them, runs.
 
-The target asks the source where the KV lies and fetches it itself. Whatever goes wrong, the
-reservation is freed before the caller hears of it, with a status that says which side
-failed, and why.
+The target asks the source where the KV lies and fetches it itself, and says how far it has
+come for as long as it gets on. Whatever goes wrong, the reservation is freed before the caller
+hears of it, as a fault that says which side failed, and why.
 """
 
 import asyncio
 import dataclasses
 import time
-from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import AsyncGenerator, Collection
 from typing import TYPE_CHECKING
 
-from grpclib.client import Channel
-from grpclib.const import Status
-from grpclib.exceptions import GRPCError, StreamTerminatedError
+import structlog
 
 from blitzd.engine.calls import to_the_end
-from blitzd.engine.errors import Corrupt, InvalidField, Mismatch
+from blitzd.engine.errors import CorruptKv, InvalidField, Mismatch, Stalled
 from blitzd.engine.exporter import layer_checksums
+from blitzd.engine.handover import Fault, fault_of
+from blitzd.engine.sources import Sources
 from blitzd.fabric import Identity, MappedPeers, PeerLost, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
 from blitzd.sched import Refused
@@ -26,31 +25,13 @@ from blitzd.sched import Refused
 if TYPE_CHECKING:
     from blitzd.engine.replica import Replica
 
+log = structlog.get_logger()
 
-CHANNELS = 64
-"""To other workers, the least recently used ends first. More than a replica has sources."""
-
-
-class Sources:
-    """Channels to other workers. A source checks its epoch by itself."""
-
-    def __init__(self) -> None:
-        self._channels: OrderedDict[str, Channel] = OrderedDict()
-
-    def stub(self, endpoint: str) -> pb.EngineStub:
-        channel = self._channels.pop(endpoint, None) or Channel(path=endpoint)
-        self._channels[endpoint] = channel
-        if len(self._channels) > CHANNELS:
-            self._channels.popitem(last=False)[1].close()
-        return pb.EngineStub(channel)
-
-    def close(self) -> None:
-        for channel in self._channels.values():
-            channel.close()
-        self._channels.clear()
+BEAT_S = 0.25
+"""Between two reports of progress, at most; with a stall limit, a quarter of that if less."""
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Pull:
     """One import and how far it has come."""
 
@@ -59,7 +40,16 @@ class Pull:
     request: pb.Request
     source: Identity
     deadline: float
-    stage: str = "reserving blocks"
+    began_ns: int = dataclasses.field(default_factory=time.monotonic_ns)
+    stage: str = "waiting for its turn"
+    moved: int = 0
+    """Bytes; written by the fabric's threads."""
+    task: "asyncio.Task[None] | None" = None
+    stalled: bool = False
+
+    @property
+    def lease(self) -> int:
+        return self.message.lease_id
 
     @property
     def tokens(self) -> int:
@@ -69,102 +59,197 @@ class Pull:
     def export(self, transport: pb.Transport) -> pb.ExportKvRequest:
         return pb.ExportKvRequest(
             request_id=self.request.request_id,
-            lease_id=self.message.lease_id,
+            lease_id=self.lease,
             source_epoch=self.source.epoch,
             transport=transport,
             layout=self.replica.layout,
         )
 
+    def on_bytes(self, moved: int) -> None:
+        self.moved = moved
+
+    def report(self) -> pb.ImportKvReport:
+        elapsed_ns = time.monotonic_ns() - self.began_ns
+        return pb.ImportKvReport(bytes_moved=self.moved, elapsed_ns=elapsed_ns)
+
+    def end(self, error: BaseException | None) -> pb.ImportKvReport:
+        report = self.report()
+        report.ended = True
+        if error is None:
+            return report
+        report.fault, report.reason = fault_of(error), str(error) or type(error).__name__
+        if isinstance(error, CorruptKv):
+            report.layer = error.layer
+            report.source_checksum, report.target_checksum = error.source, error.target
+        elif report.fault is Fault.TARGET:
+            log.error("import failed", request=self.request.request_id, exc_info=error)
+        return report
+
+    def cancelled(self) -> pb.ImportKvReport:
+        report = self.report()
+        report.ended, report.fault = True, Fault.CANCELLED
+        number = self.request.request_id
+        report.reason = f"request_id: {number} was cancelled while it was imported"
+        return report
+
 
 class Importer:
-    """One import a request at a time."""
+    """One import a request at a time, under the newest lease."""
 
     def __init__(self, ucx: UcxFabric, verify: bool) -> None:
-        """`verify` compares each layer's checksum with the source's after the transfer."""
+        """`verify` compares checksums after every transfer, asked to or not."""
         self._ucx = ucx
         self._verify = verify
         self._sources = Sources()
         self._mapped = MappedPeers()
-        self._running: dict[int, asyncio.Task[pb.ImportKvReply]] = {}
+        self._running: dict[int, Pull] = {}
+
+    @property
+    def request_ids(self) -> list[int]:
+        """Of imports under way."""
+        return list(self._running)
+
+    @property
+    def peers(self) -> list[Identity]:
+        """Whose arenas are mapped here."""
+        return self._mapped.identities
 
     async def run(
         self, replica: "Replica", message: pb.ImportKvRequest, deadline: float
-    ) -> pb.ImportKvReply:
-        """Returns when the KV is here and the request runs.
-
-        Raises InvalidField, Refused, NoRoom; PeerLost (the source is gone), NotHeld (it does
-        not have the KV), Mismatch, Corrupt, TimeoutError; GRPCError CANCELLED.
-        """
-        request = message.request
-        if request is None:
+    ) -> AsyncGenerator[pb.ImportKvReport]:
+        """Reports while bytes move; the last one has `ended`. Raises InvalidField."""
+        if message.request is None:
             raise InvalidField("request: missing")
-        source = _source_of(message)
-        if request.request_id in self._running:
-            raise Refused(f"request_id: {request.request_id} is being imported already")
-        pull = Pull(replica, message, request, source, deadline)
-        task = asyncio.create_task(self._import(pull))
-        self._running[request.request_id] = task
+        pull = Pull(replica, message, message.request, _source_of(message), deadline)
+        heard = False
         try:
-            return await task
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is not None and current.cancelling():
-                # Nobody hears the answer, so nobody would know that it runs.
-                with replica.steps.exclusive() as stepper:
-                    stepper.cancel([request.request_id])
-                raise
-            reason = f"request_id: {request.request_id} was cancelled while it was imported"
-            raise GRPCError(Status.CANCELLED, reason) from None
+            async for report in self._run(pull):
+                yield report
+            heard = True
         finally:
-            del self._running[request.request_id]
+            if pull.task is not None and not heard:
+                # Nobody hears the answer, so nobody would know that it runs.
+                try:
+                    await _cancelled(pull.task)
+                finally:
+                    with replica.steps.exclusive() as stepper:
+                        stepper.cancel([pull.request.request_id], up_to_lease=pull.lease)
 
-    async def cancel(self, request_ids: Collection[int] | None = None) -> int:
-        """Ends imports (None: all) and returns how many there were, their blocks free."""
-        wanted = self._running if request_ids is None else request_ids
-        tasks = [self._running[i] for i in wanted if i in self._running]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        return len(tasks)
+    async def _run(self, pull: Pull) -> AsyncGenerator[pb.ImportKvReport]:
+        try:
+            await self._take_over(pull)
+        except Refused as error:
+            yield pull.end(error)
+            return
+        task = pull.task = asyncio.create_task(self._import(pull))
+        self._running[pull.request.request_id] = pull
+        task.add_done_callback(lambda _: self._ended(pull))
+        async for report in self._watch(pull, task):
+            yield report
+        if pull.stalled:
+            waited = f"{pull.source}: {pull.stage}; nothing came for {pull.message.stall_ms} ms"
+            yield pull.end(Stalled(waited))
+        elif task.cancelled():
+            yield pull.cancelled()
+        else:
+            failure = task.exception()
+            if isinstance(failure, InvalidField):
+                raise failure
+            yield pull.end(failure)
+
+    async def _take_over(self, pull: Pull) -> None:
+        """Ends what an older lease has of the request here. Raises Refused when that is not
+        older."""
+        number = pull.request.request_id
+        while (other := self._running.get(number)) is not None:
+            if other.lease >= pull.lease:
+                raise Refused(
+                    f"request_id: {number} is being imported already, by lease {other.lease}"
+                )
+            assert other.task is not None
+            await _cancelled(other.task)
+            self._ended(other)
+        with pull.replica.steps.exclusive() as stepper:
+            stepper.cancel([number], up_to_lease=pull.lease - 1)
+
+    def _ended(self, pull: Pull) -> None:
+        number = pull.request.request_id
+        if self._running.get(number) is pull:
+            del self._running[number]
+
+    async def _watch(
+        self, pull: Pull, task: "asyncio.Task[None]"
+    ) -> AsyncGenerator[pb.ImportKvReport]:
+        """Reports as it gets on; ends it when it does not for `stall_ms`."""
+        stall_s = pull.message.stall_ms / 1e3
+        beat_s = min(BEAT_S, stall_s / 4) if stall_s else BEAT_S
+        seen, moved_at = (pull.stage, pull.moved), time.monotonic()
+        while True:
+            await asyncio.wait([task], timeout=beat_s)
+            if task.done():
+                return
+            now = (pull.stage, pull.moved)
+            if now != seen:
+                seen, moved_at = now, time.monotonic()
+                yield pull.report()
+            elif stall_s and time.monotonic() - moved_at >= stall_s:
+                pull.stalled = True
+                await _cancelled(task)
+                # It may have come to its end in the last moment.
+                pull.stalled = task.cancelled()
+                return
+
+    async def cancel(
+        self, request_ids: Collection[int] | None = None, up_to_lease: int | None = None
+    ) -> int:
+        """Ends imports (None: all), of leases up to that one if one is given. Returns how many
+        there were, their blocks free."""
+        wanted = list(self._running) if request_ids is None else request_ids
+        pulls = [self._running[i] for i in wanted if i in self._running]
+        chosen = [p for p in pulls if up_to_lease is None or p.lease <= up_to_lease]
+        for pull in chosen:
+            assert pull.task is not None
+            pull.task.cancel()
+        if chosen:
+            await asyncio.wait([pull.task for pull in chosen if pull.task is not None])
+        return len(chosen)
 
     async def close(self) -> None:
         await self.cancel()
         self._mapped.close()
         self._sources.close()
 
-    async def _import(self, pull: Pull) -> pb.ImportKvReply:
-        began = time.monotonic_ns()
+    async def _import(self, pull: Pull) -> None:
         request_id = pull.request.request_id
+        pull.stage = "reserving blocks"
         with pull.replica.steps.exclusive() as stepper:
             blocks = stepper.reserve(pull.request)
         try:
             async with asyncio.timeout(max(0.0, pull.deadline - time.monotonic())):
-                moved = await self._pull(pull, blocks)
+                await self._pull(pull, blocks)
                 if pull.replica.cache.staged:
                     pull.stage = "taking up the KV"
                     await to_the_end(pull.replica.cache.stage_in, blocks)
             with pull.replica.steps.exclusive() as stepper:
-                stepper.adopt(request_id)
+                stepper.adopt(request_id, pull.lease)
         except TimeoutError:
             raise TimeoutError(f"{pull.source}: {pull.stage}; the deadline passed") from None
         finally:
             # After `adopt` there is nothing to give back.
             with pull.replica.steps.exclusive() as stepper:
                 stepper.give_back(request_id)
-        return pb.ImportKvReply(bytes_moved=moved, elapsed_ns=time.monotonic_ns() - began)
 
-    async def _pull(self, pull: Pull, blocks: list[int]) -> int:
+    async def _pull(self, pull: Pull, blocks: list[int]) -> None:
         transport = pull.message.transport
+        verify = self._verify or pull.message.checksums
         call = pull.export(transport)
-        call.checksums = self._verify
+        call.checksums = verify
         if transport is pb.Transport.UCX:
             pull.stage = "starting UCX"
             await self._ucx.start()
             call.ucx_address, call.ucx_tag = self._ucx.address, self._ucx.new_tag()
-        stub = self._sources.stub(pull.message.source_endpoint)
         pull.stage = "waiting for ExportKv's answer"
-        there = await _ask(stub, pull, call)
+        there = await self._ask(pull, call)
         if there.tokens != pull.tokens or len(there.block_ids) != len(blocks):
             raise Mismatch(
                 f"{pull.source} has KV of {there.tokens} tokens in {len(there.block_ids)} "
@@ -172,32 +257,53 @@ class Importer:
             )
         pull.stage = "moving the KV"
         if transport is pb.Transport.UCX:
-            moved = await self._receive(pull, blocks, there.ucx_address, call.ucx_tag)
+            await self._receive(pull, blocks, there.ucx_address, call.ucx_tag)
         else:
-            moved = await self._copy(pull, blocks, there)
+            await self._copy(pull, blocks, there)
             pull.stage = "confirming the lease"
-            await _ask(stub, pull, pull.export(pb.Transport.UNSPECIFIED))
-        if self._verify:
+            await self._ask(pull, pull.export(pb.Transport.UNSPECIFIED))
+        if verify:
             pull.stage = "comparing checksums"
             await _compare(pull, blocks, there.layer_checksums)
-        return moved
 
-    async def _copy(self, pull: Pull, blocks: list[int], there: pb.ExportKvReply) -> int:
+    async def _ask(self, pull: Pull, call: pb.ExportKvRequest) -> pb.ExportKvReply:
+        endpoint = pull.message.source_endpoint
+        try:
+            return await self._sources.export(pull.source, endpoint, call, pull.deadline)
+        except PeerLost as error:
+            raise PeerLost(f"{error} ({pull.stage})") from error
+
+    async def _copy(self, pull: Pull, blocks: list[int], there: pb.ExportKvReply) -> None:
         ours = pull.replica.geometry
         theirs = dataclasses.replace(ours, blocks=there.blocks_total)
         peer = await self._mapped.get(there.map_path, str(pull.source), pull.deadline)
-        return await peer.copy(
+        pull.moved = await peer.copy(
             theirs.segments(there.block_ids),
             pull.replica.kv.buffer,
             ours.segments(blocks),
             pull.deadline,
+            pull.on_bytes,
         )
 
-    async def _receive(self, pull: Pull, blocks: list[int], address: bytes, tag: int) -> int:
+    async def _receive(self, pull: Pull, blocks: list[int], address: bytes, tag: int) -> None:
         segments = pull.replica.geometry.segments(blocks)
-        return await self._ucx.receive(
-            address, tag, pull.replica.kv.buffer, segments, pull.deadline
+        buffer = pull.replica.kv.buffer
+        pull.moved = await self._ucx.receive(
+            address, tag, buffer, segments, pull.deadline, pull.on_bytes
         )
+
+
+async def _cancelled(task: "asyncio.Task[None]") -> None:
+    """Returns when it has ended, also to a caller that is itself cancelled meanwhile."""
+    task.cancel()
+    left = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            left = True
+    if left:
+        raise asyncio.CancelledError
 
 
 def _source_of(message: pb.ImportKvRequest) -> Identity:
@@ -214,21 +320,12 @@ def _source_of(message: pb.ImportKvRequest) -> Identity:
     return source
 
 
-async def _ask(stub: pb.EngineStub, pull: Pull, call: pb.ExportKvRequest) -> pb.ExportKvReply:
-    try:
-        return await stub.export_kv(call, timeout=max(0.0, pull.deadline - time.monotonic()))
-    except GRPCError as error:
-        raise GRPCError(error.status, f"{pull.source}: {error.message}") from error
-    except TimeoutError:  # an OSError, but not of the source's making
-        raise
-    except (OSError, StreamTerminatedError) as error:
-        reason = str(error) or type(error).__name__
-        raise PeerLost(f"{pull.source} is gone: {reason} ({pull.stage})") from error
-
-
 async def _compare(pull: Pull, blocks: list[int], theirs: list[int]) -> None:
     geometry, buffer = pull.replica.geometry, pull.replica.kv.buffer
     ours = await asyncio.to_thread(layer_checksums, geometry, buffer, blocks)
-    wrong = [layer for layer, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
-    if wrong:
-        raise Corrupt(f"KV from {pull.source}: layers {wrong} do not have the source's checksum")
+    if len(theirs) != len(ours):
+        raise Mismatch(f"{pull.source} sent {len(theirs)} checksums for {len(ours)} layers")
+    for layer, (here, there) in enumerate(zip(ours, theirs, strict=True)):
+        if here != there:
+            told = f"layer {layer} has checksum {here:016x}, the source's is {there:016x}"
+            raise CorruptKv(f"KV from {pull.source}: {told}", layer, there, here)

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-IMPORT_S = 5.0
-"""A hand-over takes milliseconds; a source that is silent for this long is not coming back."""
+HANDOVER_S = 60.0
+"""Of a caller that sets no deadline; the daemon's is the lease's."""
+LISTED = 64
+"""Requests that a worker names among its holdings."""
 STOP_S = 5.0
 """For the step that is running when a model is unloaded."""
 
@@ -98,7 +100,22 @@ class EngineService(pb.EngineBase):
         if self._replica is None:
             return pb.HealthReply()
         steps = self._replica.steps
-        return pb.HealthReply(step=steps.steps, idle_ns=steps.idle_ns)
+        holdings = self._holdings(self._replica)
+        return pb.HealthReply(step=steps.steps, idle_ns=steps.idle_ns, holdings=holdings)
+
+    def _holdings(self, replica: "Replica") -> pb.Holdings:
+        blocks, request_ids = replica.steps.holdings
+        importing = self._importer.request_ids
+        ids = dict.fromkeys([*request_ids, *importing])
+        peers = dict.fromkeys([*map(str, self._importer.peers), *self._ucx.peers])
+        return pb.Holdings(
+            blocks=blocks,
+            request_ids=list(ids)[:LISTED],
+            exports=self._exporter.leased[:LISTED],
+            transfers=len(importing) + self._exporter.transfers,
+            buffers=self._ucx.held_buffers,
+            peers=sorted(peers),
+        )
 
     async def watch(self, message: pb.WatchRequest) -> AsyncIterator[pb.StepReport]:
         first = pb.StepReport()
@@ -206,11 +223,18 @@ class EngineService(pb.EngineBase):
 
     async def export_kv(self, message: pb.ExportKvRequest) -> pb.ExportKvReply:
         return await self._exporter.run(
-            self._ready, message, str(self._kv_socket), deadline(IMPORT_S)
+            self._ready, message, str(self._kv_socket), deadline(HANDOVER_S)
         )
 
-    async def import_kv(self, message: pb.ImportKvRequest) -> pb.ImportKvReply:
-        return await self._importer.run(self._ready, message, deadline(IMPORT_S))
+    async def import_kv(self, message: pb.ImportKvRequest) -> AsyncIterator[pb.ImportKvReport]:
+        pull = self._importer.run(self._ready, message, deadline(HANDOVER_S))
+        async with contextlib.aclosing(pull) as reports:
+            async for report in reports:
+                yield report
+
+    async def hold_requests(self, message: pb.HoldRequestsRequest) -> pb.HoldRequestsReply:
+        with self._ready.steps.exclusive() as stepper:
+            return pb.HoldRequestsReply(request_ids=stepper.hold(message.request_ids))
 
     async def release_kv(self, message: pb.ReleaseKvRequest) -> pb.ReleaseKvReply:
         replica = self._replica
@@ -232,10 +256,13 @@ class EngineService(pb.EngineBase):
         replica = self._replica
         if replica is None:
             return pb.CancelReply()
-        cancelled = await self._importer.cancel(message.request_ids)
-        async with self._exporter.freeing(message.request_ids):
+        up_to_lease = message.up_to_lease or None
+        cancelled = await self._importer.cancel(message.request_ids, up_to_lease)
+        # What came by a lease is not exported by the one that takes it back.
+        freed = message.request_ids if up_to_lease is None else []
+        async with self._exporter.freeing(freed):
             with replica.steps.exclusive() as stepper:
-                cancelled += stepper.cancel(message.request_ids)
+                cancelled += stepper.cancel(message.request_ids, up_to_lease)
         return pb.CancelReply(cancelled=cancelled)
 
     async def reset(self, message: pb.ResetRequest) -> pb.ResetReply:

@@ -69,6 +69,12 @@ class StepLoop:
             return self._stepper.occupancy
 
     @property
+    def holdings(self) -> tuple[int, list[int]]:
+        """(KV blocks used, ids of the requests that are here)."""
+        with self._changed:
+            return self._stepper.occupancy.blocks_used, self._stepper.request_ids
+
+    @property
     def idle_ns(self) -> int:
         """Since the loop last moved; 0 while it has nothing to do."""
         moved = self._moved_ns

@@ -87,6 +87,11 @@ class Stepper:
             scheduler.blocks.blocks_total,
         )
 
+    @property
+    def request_ids(self) -> list[int]:
+        """In whatever phase, imports included."""
+        return [*self._generations, *self._importing]
+
     # -- requests -----------------------------------------------------------------------
 
     def prefill(self, request: pb.Request, hold: bool, grammar: Grammar | None = None) -> None:
@@ -117,8 +122,8 @@ class Stepper:
         self._importing[sequence.id] = (reservation, generation)
         return list(reservation.blocks[: self._scheduler.blocks.blocks_for(reservation.tokens - 1)])
 
-    def adopt(self, request_id: int) -> None:
-        """Runs an imported request: the KV of all its tokens but the last has come.
+    def adopt(self, request_id: int, lease: int) -> None:
+        """Runs an imported request: the KV of all its tokens but the last has come, by `lease`.
 
         Raises NotHeld when its reservation is gone, Refused.
         """
@@ -127,6 +132,7 @@ class Stepper:
         reservation, generation = self._importing[request_id]
         self._scheduler.adopt(reservation, generation.sequence, reservation.tokens - 1)
         del self._importing[request_id]
+        generation.lease = lease
         self._generations[request_id] = generation
 
     def give_back(self, request_id: int) -> None:
@@ -147,15 +153,27 @@ class Stepper:
         """Frees those of them that are held. Returns how many were."""
         return self._end([i for i in request_ids if self._scheduler.release(i)])
 
+    def hold(self, request_ids: Collection[int]) -> list[int]:
+        """Stops those of them that run after their next token; their KV stays. Returns those
+        that are, or will be, held."""
+        return [i for i in request_ids if self._scheduler.hold(i)]
+
     def resume(self, request_ids: Collection[int]) -> None:
         """Lets those of them that are held go on here. Raises Refused for one whose end can
         never fit; it stays held."""
         for request_id in request_ids:
             self._scheduler.resume(request_id)
 
-    def cancel(self, request_ids: Collection[int]) -> int:
-        """Forgets them, whatever their phase. Returns how many were here."""
+    def cancel(self, request_ids: Collection[int], up_to_lease: int | None = None) -> int:
+        """Forgets them, whatever their phase; with `up_to_lease`, those that came by a lease up
+        to it. Returns how many were here."""
+        if up_to_lease is not None:
+            request_ids = [i for i in request_ids if 0 < self._lease_of(i) <= up_to_lease]
         return self._end([i for i in request_ids if self._scheduler.cancel(i)])
+
+    def _lease_of(self, request_id: int) -> int:
+        found = self._generations.get(request_id)
+        return 0 if found is None else found.lease
 
     def reset(self) -> None:
         """Forgets every request. Imports are their importer's to end."""
@@ -229,6 +247,7 @@ class Stepper:
             report.texts.append(row.text + generation.detokenizer.flush() if ended else row.text)
             report.finish.append(FINISH[finish])
             report.cached_tokens.append(0 if generation.reported else sequence.cached_tokens)
+            report.positions.append(sequence.output_tokens - 1)
             generation.reported = True
             if generation.chosen is not None:
                 append(report, sequence.id, len(sequence.tokens) - 1, [generation.chosen])

@@ -150,6 +150,10 @@ class MappedPeer:
             return TransferTimeout(f"copy from {self.identity}: not done by the deadline")
         return None
 
+    def fileno(self) -> int:
+        """Readable once the peer has ended."""
+        return self._connection.fileno()
+
     def close(self) -> None:
         """Hangs up. The mapping goes with its last view. Idempotent."""
         self._closed = True
@@ -185,12 +189,18 @@ async def _readable(connection: socket.socket) -> None:
 
 
 class MappedPeers:
-    """The mappings of a process, one a replica. A newer epoch retires the older."""
+    """The mappings of a process, one a replica. A newer epoch retires the older, and a death is
+    noticed by itself: gigabytes of a dead peer must not wait for its next life."""
 
     def __init__(self) -> None:
         self._peers: dict[str, MappedPeer] = {}
         self._newest: dict[str, int] = {}
         self._connecting: dict[str, asyncio.Lock] = {}
+
+    @property
+    def identities(self) -> list[Identity]:
+        """Of the peers that are mapped."""
+        return [peer.identity for peer in self._peers.values()]
 
     async def get(self, path: str | os.PathLike[str], identity: str, deadline: float) -> MappedPeer:
         """The mapping of `identity`, made now if it is not there. Raises as `connect` does,
@@ -219,15 +229,25 @@ class MappedPeers:
         if known is not None:
             if known.identity == wanted and known.alive:
                 return known
-            known.close()
-            del self._peers[wanted.replica]
+            self._drop(known)
         peer = await MappedPeer.connect(path, str(wanted), deadline)
         self._peers[wanted.replica] = peer
         self._newest[wanted.replica] = wanted.epoch
+        asyncio.get_running_loop().add_reader(peer.fileno(), self._heard, peer)
         return peer
+
+    def _heard(self, peer: MappedPeer) -> None:
+        # It never speaks: this is its end.
+        if not peer.alive:
+            self._drop(peer)
+
+    def _drop(self, peer: MappedPeer) -> None:
+        if self._peers.get(peer.identity.replica) is peer:
+            del self._peers[peer.identity.replica]
+            asyncio.get_running_loop().remove_reader(peer.fileno())
+            peer.close()
 
     def close(self) -> None:
         """Hangs up on everyone."""
-        for peer in self._peers.values():
-            peer.close()
-        self._peers.clear()
+        for peer in list(self._peers.values()):
+            self._drop(peer)

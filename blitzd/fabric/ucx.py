@@ -58,6 +58,11 @@ class UcxFabric:
         """Buffers of ended transfers that UCX has yet to let go of: 0 but for moments."""
         return 0 if self._thread is None else self._thread.held
 
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Identities that an endpoint leads to."""
+        return () if self._thread is None else self._thread.peers
+
     @staticmethod
     def new_tag() -> int:
         """A name for one transfer. Drawn by the receiver."""

@@ -23,6 +23,8 @@ class UcxLines:
     def __init__(self, identity: Identity) -> None:
         self.worker = UcxWorker()
         self.own = Address(identity, secrets.randbits(TAG_BITS), self.worker.address)
+        self.names: tuple[str, ...] = ()
+        """Of those that an endpoint leads to."""
         self._peers: dict[int, UcxPeer] = {}
         self._newest: dict[str, Address] = {}
         """By replica: the life that was last asked for."""
@@ -102,7 +104,11 @@ class UcxLines:
         if peer is None:
             peer = UcxPeer(self.worker, address, self.own, self._early)
             self._peers[address.fabric_id] = peer
+            self._name()
         return peer
+
+    def _name(self) -> None:
+        self.names = tuple(peer.name for peer in self._peers.values())
 
     def _hear(self, message: Control) -> None:
         peer = self._peers.get(message.sender)
@@ -122,6 +128,7 @@ class UcxLines:
         except (PeerLost, ValueError, self.worker.error):
             # It is gone already, or is none of ours: nobody waits for it here.
             self._peers.pop(message.sender, None)
+            self._name()
 
     def _guard(self, peer: UcxPeer, action: Callable[[], bool | None]) -> bool:
         """Runs `action` of `peer`; when the line turns out to be down, ends it, alone."""
@@ -133,4 +140,5 @@ class UcxLines:
 
     def _lose(self, peer: UcxPeer, reason: object) -> None:
         self._peers.pop(peer.address.fabric_id, None)
+        self._name()
         peer.lost(reason)

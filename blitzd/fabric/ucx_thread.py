@@ -42,6 +42,8 @@ class UcxThread:
         self.address = b""
         self.held = 0
         """Buffers of ended transfers that UCX has yet to let go of."""
+        self.peers: tuple[str, ...] = ()
+        """Identities that an endpoint leads to."""
         self._thread = threading.Thread(target=self._run, name="ucx", daemon=True)
         self._thread.start()
         if not self._started.wait(START_S):
@@ -114,7 +116,7 @@ class UcxThread:
                 moved = self._obey(lines)
                 moved |= lines.turn()
                 busy = lines.busy
-                self.held = worker.retired
+                self.held, self.peers = worker.retired, lines.names
                 if worker.now >= next_tick:
                     lines.tick()
                     next_tick = worker.now + (TICK_S if busy else IDLE_S)

@@ -5,7 +5,6 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Protocol
 
-from grpclib.const import Status
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from blitzd.control import commands as cmd
@@ -22,12 +21,22 @@ looks for it, and not by each call in its own words."""
 # What a call to a worker can raise: its answer is an error, or there is no answer.
 CallFailed = (GRPCError, StreamTerminatedError, OSError, TimeoutError)
 
+F = pb.HandoverFault
 FAULTS = {
-    Status.RESOURCE_EXHAUSTED: "no_room",
-    Status.UNAVAILABLE: "source",
-    Status.NOT_FOUND: "source",
-    Status.DEADLINE_EXCEEDED: "deadline",
+    F.NONE: "",
+    F.NOT_HELD: "not_held",
+    F.EPOCH: "source",
+    F.MISMATCH: "mismatch",
+    F.NO_ROOM: "no_room",
+    F.REFUSED: "refused",
+    F.SOURCE: "source",
+    F.STALLED: "stalled",
+    F.CORRUPT: "corrupt",
+    F.DEADLINE: "deadline",
+    F.CANCELLED: "target",
+    F.TARGET: "target",
 }
+"""As the log names them. An import that somebody else cancelled is the target's failure."""
 
 
 class Reports(Protocol):
@@ -129,15 +138,20 @@ class WorkerCalls:
             source_endpoint=source_endpoint,
             transport=transport,
         )
+        ended = ev.ImportEnded(command.lease_id, 0, 0, "target", "the import ended without a word")
         try:
             # The lease's expiry is the deadline; this one only bounds the call.
-            reply = await self._stub.import_kv(call, timeout=2 * self._deadline_s)
-            ended = ev.ImportEnded(command.lease_id, reply.bytes_moved, reply.elapsed_ns)
+            async for report in self._stub.import_kv(call, timeout=2 * self._deadline_s):
+                if report.ended:
+                    ended = _import_ended(command.lease_id, report)
         except CallFailed as error:
-            status = error.status if isinstance(error, GRPCError) else None
-            fault = FAULTS.get(status, "target") if status else "target"
-            ended = ev.ImportEnded(command.lease_id, 0, 0, fault, describe_failure(error))
+            ended = ev.ImportEnded(command.lease_id, 0, 0, "target", describe_failure(error))
         await self._reports.post(ended)
+
+
+def _import_ended(lease_id: int, report: pb.ImportKvReport) -> ev.ImportEnded:
+    fault = FAULTS[report.fault]
+    return ev.ImportEnded(lease_id, report.bytes_moved, report.elapsed_ns, fault, report.reason)
 
 
 def wire_request(live: LiveRequest) -> pb.Request:

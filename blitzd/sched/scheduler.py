@@ -124,6 +124,15 @@ class Scheduler:
         sequence = self._sequences.get(sequence_id)
         return sequence is not None and sequence.phase is Phase.HELD and self.cancel(sequence_id)
 
+    def hold(self, sequence_id: int) -> bool:
+        """Lets a sequence stop after its next new token and keep its KV, as one that was added
+        with `hold`. False when there is none of that id. Held already, it stays as it is."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            return False
+        sequence.hold = True
+        return True
+
     def resume(self, sequence_id: int) -> bool:
         """Lets a held sequence go on here. False when there is none of that id. Raises
         Refused, and it stays held, when its end can never fit.

@@ -3,13 +3,12 @@
 import asyncio
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from grpclib.const import Status
-from grpclib.exceptions import GRPCError
 from grpclib.server import Server
 
 from blitzd.engine.exporter import layer_checksums
@@ -20,12 +19,13 @@ from blitzd.fabric import ArenaServer, PeerLost, SharedArena, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
 from tests.engine.local_replica import LocalReplica, request
 from tests.engine.test_worker import refused, run
-from tests.engine.workers import Client, Zygote, up, zygote
+from tests.engine.workers import Client, ImportFailed, Zygote, imported, up, zygote
 from tests.tiny import make_tiny
 
 TRANSPORTS = pytest.mark.parametrize(
     "transport", [pb.Transport.MAP, pb.Transport.UCX], ids=lambda t: t.name.lower()
 )
+F = pb.HandoverFault
 LENGTH = 24
 PROMPTS = {
     1: "a",
@@ -90,6 +90,13 @@ async def held(source: Client, *numbers: int) -> None:
         await source.prefill(request(number, PROMPTS[number], LENGTH, **sampling), hold=True)
     for number in numbers:
         assert (await source.until(number)).finish is pb.FinishReason.HELD
+
+
+async def faulted(call: Awaitable[object]) -> ImportFailed:
+    with pytest.raises(ImportFailed) as caught:
+        await call
+    assert caught.value.message
+    return caught.value
 
 
 async def pair(zygotes: Zygote, model: Path, **options: object) -> tuple[Client, Client]:
@@ -172,14 +179,14 @@ def test_what_an_import_names_wrongly_is_refused_by_name(model: Path, zygotes: Z
         ]:
             kept = getattr(whole, field)
             setattr(whole, field, value)
-            error = await refused(target.stub.import_kv(whole))
+            error = await refused(imported(target.stub, whole))
             assert (error.status, words in error.message) == (Status.INVALID_ARGUMENT, True)
             setattr(whole, field, kept)
         assert (await target.stub.describe(pb.DescribeRequest())).blocks_used == 0
         good.max_tokens = 1500
-        await target.stub.import_kv(whole)
-        error = await refused(target.stub.import_kv(whole))
-        assert "request_id: 2 is here already" in error.message
+        await imported(target.stub, whole)
+        twice = await faulted(imported(target.stub, whole))
+        assert (twice.fault, "request_id: 2 is here already" in twice.message) == (F.REFUSED, True)
         for client in (source, target):
             await client.close()
 
@@ -193,47 +200,45 @@ def test_every_failure_says_what_it_is_and_frees_the_blocks(
         source, target = await pair(zygotes, model)
         await held(source, 2, 6)
 
-        async def fails(call: object, status: Status, words: str) -> None:
-            error = await refused(call)  # type: ignore[arg-type]
-            assert (error.status, words in error.message) == (status, True), error.message
+        async def fails(call: object, fault: F, words: str) -> None:
+            error = await faulted(call)  # type: ignore[arg-type]
+            assert (error.fault, words in error.message) == (fault, True), error.message
             assert (await target.stub.describe(pb.DescribeRequest())).blocks_used == 0
 
-        def imported(number: int, from_: Client = source, **changes: object) -> object:
+        def from_source(number: int, from_: Client = source, **changes: object) -> object:
             again = moved(number, source)
             for name, value in changes.items():
                 setattr(again, name, value)
             return target.import_from(from_, again, pb.Transport.MAP, lease_id=4)
 
         # Not held there, or not any more.
-        await fails(imported(2, request_id=77), Status.NOT_FOUND, "77 is not here")
+        await fails(from_source(2, request_id=77), F.NOT_HELD, "77 is not here")
         # An epoch that is not the source's.
         stale = Client("p", source.epoch + 1, source.process)
-        await fails(imported(2, stale), Status.NOT_FOUND, f"this is p/{source.epoch}")
+        await fails(from_source(2, stale), F.EPOCH, f"this is p/{source.epoch}")
         # Not the tokens that the source has.
-        await fails(
-            imported(2, prompt_tokens=[1, 2, 3]), Status.FAILED_PRECONDITION, "KV of 21 tokens"
-        )
+        await fails(from_source(2, prompt_tokens=[1, 2, 3]), F.MISMATCH, "KV of 21 tokens")
         # A lease that a newer one has replaced.
         await target.import_from(source, moved(2, source), pb.Transport.MAP, lease_id=5)
         await target.stub.cancel(pb.CancelRequest(request_ids=[2]))
         await target.until_blocks_used(0)
-        await fails(imported(2), Status.NOT_FOUND, "lease_id: 4; request 2 is leased to 5")
+        await fails(from_source(2), F.NOT_HELD, "lease_id: 4; request 2 is leased to 5")
         # No such source.
         nobody = Client("p", source.epoch, source.process)
         nobody.process = type(source.process)(source.process.pid, tmp_path / "nobody.sock")
-        await fails(imported(2, nobody), Status.UNAVAILABLE, "is gone: ")
+        await fails(from_source(2, nobody), F.SOURCE, "is gone: ")
         # Other weights of the same shape: the KV would mean something else.
         other = await up(zygotes, "o", make_tiny(tmp_path / "other", "float64", seed=1))
         await held(other, 2)
-        error = await refused(
+        error = await faulted(
             other.import_from(source, moved(2, source), pb.Transport.MAP, lease_id=9)
         )
         assert "is here already" in error.message
         await other.stub.release_kv(pb.ReleaseKvRequest(request_ids=[2]))
-        error = await refused(
+        error = await faulted(
             other.import_from(source, moved(2, source), pb.Transport.MAP, lease_id=9)
         )
-        assert error.status is Status.FAILED_PRECONDITION
+        assert error.fault is F.MISMATCH
         assert f"p/{source.epoch}: layout: " in error.message
         for client in (source, target, other, stale, nobody):
             await client.close()
@@ -248,8 +253,8 @@ def test_no_room_is_said_before_anything_moves(model: Path, zygotes: Zygote) -> 
         await held(source, 6)
         await target.prefill(request(9, "q" * 100, 9), hold=True)
         await target.until(9)
-        error = await refused(target.import_from(source, moved(6, source), pb.Transport.MAP))
-        assert error.status is Status.RESOURCE_EXHAUSTED
+        error = await faulted(target.import_from(source, moved(6, source), pb.Transport.MAP))
+        assert error.fault is F.NO_ROOM
         assert "9 KV blocks wanted" in error.message
         for client in (source, target):
             await client.close()
@@ -266,9 +271,9 @@ def test_a_source_that_hangs_ends_the_import_at_the_callers_deadline(
         await held(source, 2)
         source.process.kill(signal.SIGSTOP)
         began = time.monotonic()
-        error = await refused(target.import_from(source, moved(2, source), transport, timeout=0.8))
+        error = await faulted(target.import_from(source, moved(2, source), transport, timeout=0.8))
         assert time.monotonic() - began < 0.8
-        assert error.status is Status.DEADLINE_EXCEEDED
+        assert error.fault is F.DEADLINE
         assert f"p/{source.epoch}: waiting for ExportKv's answer" in error.message
         assert (await target.stub.describe(pb.DescribeRequest())).blocks_used == 0
         source.process.kill(signal.SIGCONT)
@@ -291,13 +296,13 @@ def test_cancel_ends_an_import_and_frees_its_blocks(
         source.process.kill(signal.SIGSTOP)
         call = asyncio.create_task(target.import_from(source, moved(2, source), transport))
         await target.until_blocks_used(1)
-        twice = await refused(target.import_from(source, moved(2, source), transport))
+        twice = await faulted(target.import_from(source, moved(2, source), transport))
         assert "is being imported already" in twice.message
         reply = await target.stub.cancel(pb.CancelRequest(request_ids=[2]))
         assert reply.cancelled == 1
-        with pytest.raises(GRPCError, match="cancelled while it was imported") as caught:
-            await call
-        assert caught.value.status is Status.CANCELLED
+        error = await faulted(call)
+        assert error.fault is F.CANCELLED
+        assert "cancelled while it was imported" in error.message
         assert (await target.stub.describe(pb.DescribeRequest())).blocks_used == 0
         source.process.kill(signal.SIGCONT)
         for client in (source, target):
@@ -346,14 +351,14 @@ def test_blocks_released_under_a_mapped_copy_are_never_adopted(
         confirm = pb.ExportKvRequest(
             request_id=2, lease_id=3, source_epoch=source.epoch, layout=export.layout
         )
-        error = await refused(source.stub.export_kv(confirm))
-        assert "leased to nobody" in error.message
+        refusal = await source.stub.export_kv(confirm)
+        assert refusal.fault is F.NOT_HELD
+        assert "leased to nobody" in refusal.reason
         there = await source.stub.export_kv(export)
         again = await source.stub.export_kv(confirm)
         assert (again.tokens, again.block_ids) == (there.tokens, there.block_ids)
         await source.stub.release_kv(pb.ReleaseKvRequest(request_ids=[2]))
-        error = await refused(source.stub.export_kv(confirm))
-        assert error.status is Status.NOT_FOUND
+        assert (await source.stub.export_kv(confirm)).fault is F.NOT_HELD
         await source.close()
 
     run(test())
@@ -373,8 +378,8 @@ def test_a_held_request_can_go_on_at_its_source(model: Path, zygotes: Zygote) ->
         await source.stub.resume_held(go_on)
         elsewhere = moved(6, source)
         elsewhere.output_tokens = elsewhere.output_tokens[:1]
-        error = await refused(target.import_from(source, elsewhere, pb.Transport.MAP, lease_id=9))
-        assert (error.status, "6 is not here" in error.message) == (Status.NOT_FOUND, True)
+        error = await faulted(target.import_from(source, elsewhere, pb.Transport.MAP, lease_id=9))
+        assert (error.fault, "6 is not here" in error.message) == (F.NOT_HELD, True)
         await source.until_blocks_used(0)
         for client in (source, target):
             await client.close()
@@ -385,8 +390,9 @@ def test_a_held_request_can_go_on_at_its_source(model: Path, zygotes: Zygote) ->
 async def layout_of(source: Client) -> str:
     """What the source's KV is called, from its own refusal of another."""
     export = pb.ExportKvRequest(request_id=1, lease_id=1, source_epoch=source.epoch, layout="?")
-    error = await refused(source.stub.export_kv(export))
-    return error.message.split(" has ")[1].split(":")[0]
+    refusal = await source.stub.export_kv(export)
+    assert refusal.fault is F.MISMATCH
+    return refusal.reason.split(" has ")[1].split(":")[0]
 
 
 def test_releasing_ends_a_send_that_nobody_receives(model: Path, zygotes: Zygote) -> None:
@@ -418,8 +424,8 @@ def test_releasing_ends_a_send_that_nobody_receives(model: Path, zygotes: Zygote
         await target.import_from(source, moved(2, source), pb.Transport.UCX, lease_id=2)
         assert (await target.until(2)).ended
         await nothing_comes(there, export.ucx_tag)
-        error = await refused(source.stub.export_kv(export))
-        assert "lease_id: 1; request 2 is leased to 2" in error.message
+        refusal = await source.stub.export_kv(export)
+        assert "lease_id: 1; request 2 is leased to 2" in refusal.reason
         export.lease_id = 3
         export.ucx_tag = idle.new_tag()
         there = await source.stub.export_kv(export)
@@ -459,7 +465,7 @@ class LyingSource(pb.EngineBase):
 
     async def export_kv(self, message: pb.ExportKvRequest) -> pb.ExportKvReply:
         if message.transport is pb.Transport.UNSPECIFIED and not self.holds:
-            raise GRPCError(Status.NOT_FOUND, "released meanwhile")
+            return pb.ExportKvReply(fault=F.NOT_HELD, reason="released meanwhile")
         return pb.ExportKvReply(
             tokens=21,
             block_ids=[3],
@@ -490,17 +496,19 @@ def test_what_cannot_be_confirmed_or_is_not_what_was_sent_is_not_adopted(
                 transport=pb.Transport.MAP,
             )
             source.checksums = [*zeros[:-1], zeros[-1] ^ 1]
-            error = await refused(target.stub.import_kv(call))
-            assert error.status is Status.DATA_LOSS
-            assert "layers [3] do not have the source's checksum" in error.message
+            error = await faulted(imported(target.stub, call))
+            assert error.fault is F.CORRUPT
+            sums = (error.report.source_checksum, error.report.target_checksum)
+            assert (error.report.layer, sums) == (3, (zeros[-1] ^ 1, zeros[-1]))
+            assert f"layer 3 has checksum {zeros[-1]:016x}" in error.message
             source.checksums, source.holds = zeros, False
-            error = await refused(target.stub.import_kv(call))
-            assert (error.status, error.message) == (Status.NOT_FOUND, "liar/1: released meanwhile")
+            error = await faulted(imported(target.stub, call))
+            assert (error.fault, error.message) == (F.NOT_HELD, "liar/1: released meanwhile")
             told = await target.stub.describe(pb.DescribeRequest())
             assert (told.blocks_used, told.running) == (0, 0)
             assert target.last.step == 0, "nothing was run"
             source.holds = True
-            await target.stub.import_kv(call)
+            await imported(target.stub, call)
             assert (await target.until(2)).ended
         await target.close()
 

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Iterator
 from pathlib import Path
 
 import pytest
-from grpclib.exceptions import GRPCError, StreamTerminatedError
+from grpclib.exceptions import StreamTerminatedError
 
 from blitzd.proto.blitzd.engine import v1 as pb
 from tests.engine.local_replica import LocalReplica, request
 from tests.engine.test_worker import run
-from tests.engine.workers import Client, Zygote, up, zygote
+from tests.engine.workers import Client, ImportFailed, Zygote, up, zygote
 from tests.tiny import make_tiny
 
 ANSWER_S = 1.0
@@ -102,8 +102,8 @@ class Hunt:
         return [self.text(error) for error in errors]
 
     def text(self, error: BaseException) -> str:
-        assert isinstance(error, (GRPCError, StreamTerminatedError, OSError)), error
-        return f"{error.status.name}: {error.message}" if isinstance(error, GRPCError) else ""
+        assert isinstance(error, (ImportFailed, StreamTerminatedError, OSError)), error
+        return str(error) if isinstance(error, ImportFailed) else ""
 
     def aim(self, early: bool, late: bool) -> None:
         self.delay_s *= 1.1 if early else 0.9 if late else 1.0
@@ -138,7 +138,7 @@ def test_the_target_outlives_sources_that_are_killed(
             await hunt.succeed(source, target)
             errors = await hunt.kill(source, source, target)
             for error in errors:
-                assert error.startswith("UNAVAILABLE: ") and f"p/{source.epoch}" in error, error
+                assert error.startswith("SOURCE: ") and f"p/{source.epoch}" in error, error
             moving = [e for e in errors if "waiting for ExportKv's answer" not in e]
             hunt.in_transfer += bool(moving)
             hunt.aim(early=bool(errors) and not moving, late=not errors)

@@ -168,7 +168,7 @@ class Schedule:
         number = self.imports.pop(self.random.randrange(len(self.imports)))
         if self.random.random() < 0.6:
             try:
-                self.stepper.adopt(number)
+                self.stepper.adopt(number, lease=1)
             except Refused:
                 self.did("adoption refused")
             else:

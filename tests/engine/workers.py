@@ -103,6 +103,26 @@ def zygote(directory: Path) -> Iterator[Zygote]:
         one.close()
 
 
+class ImportFailed(Exception):
+    """An import ended with a fault."""
+
+    def __init__(self, report: pb.ImportKvReport) -> None:
+        super().__init__(f"{report.fault.name}: {report.reason}")
+        self.report = report
+        self.fault = report.fault
+        self.message = report.reason
+
+
+async def imported(stub: pb.EngineStub, call: pb.ImportKvRequest, timeout: float = ANSWER_S) -> Any:
+    """The last report. Raises ImportFailed."""
+    reports = [report async for report in stub.import_kv(call, timeout=timeout)]
+    *beats, last = reports
+    assert last.ended and not any(beat.ended for beat in beats)
+    if last.fault:
+        raise ImportFailed(last)
+    return last
+
+
 class Client:
     """One epoch of one worker, watched."""
 
@@ -185,19 +205,24 @@ class Client:
         *,
         lease_id: int = 1,
         timeout: float = ANSWER_S,
+        stall_ms: int = 0,
     ) -> Any:
-        """A coroutine of the reply."""
-        return self.stub.import_kv(
-            pb.ImportKvRequest(
-                request=request,
-                lease_id=lease_id,
-                source_replica=source.replica,
-                source_epoch=source.epoch,
-                source_endpoint=str(source.process.socket),
-                transport=transport,
-            ),
-            timeout=timeout,
+        """A coroutine of the last report. Raises ImportFailed."""
+        call = pb.ImportKvRequest(
+            request=request,
+            lease_id=lease_id,
+            source_replica=source.replica,
+            source_epoch=source.epoch,
+            source_endpoint=str(source.process.socket),
+            transport=transport,
+            stall_ms=stall_ms,
         )
+        return imported(self.stub, call, timeout)
+
+    async def holdings(self) -> pb.Holdings:
+        reply = await self.stub.health(pb.HealthRequest(), timeout=ANSWER_S)
+        assert reply.holdings is not None
+        return reply.holdings
 
     async def close(self) -> None:
         if self._watching is not None:

@@ -13,9 +13,13 @@ __all__ = (
     "ExportKvReply",
     "ExportKvRequest",
     "FinishReason",
+    "HandoverFault",
     "HealthReply",
     "HealthRequest",
-    "ImportKvReply",
+    "HoldRequestsReply",
+    "HoldRequestsRequest",
+    "Holdings",
+    "ImportKvReport",
     "ImportKvRequest",
     "LoadModelRequest",
     "LoadProgress",
@@ -100,6 +104,106 @@ class FinishReason(betterproto2.Enum):
         }
 
 
+class HandoverFault(betterproto2.Enum):
+    """
+    What a hand-over ended with.
+    """
+
+    NONE = 0
+
+    NOT_HELD = 1
+    """
+    The source says no, before anything moves.
+
+    it has no such KV, or not for this lease
+    """
+
+    EPOCH = 2
+    """
+    it is another epoch than was meant
+    """
+
+    MISMATCH = 3
+    """
+    its KV means something else: model, dtype, block size, tokens
+    """
+
+    NO_ROOM = 4
+    """
+    The target says no, before it asks the source.
+
+    not now
+    """
+
+    REFUSED = 5
+    """
+    never
+    """
+
+    SOURCE = 6
+    """
+    The transfer broke.
+
+    the source, or the way to it, is gone
+    """
+
+    STALLED = 7
+    """
+    no byte came for stall_ms
+    """
+
+    CORRUPT = 8
+    """
+    a layer does not have the source's checksum
+    """
+
+    DEADLINE = 9
+    """
+    bytes came, but not all of them in time
+    """
+
+    CANCELLED = 10
+
+    TARGET = 11
+    """
+    the target failed by itself
+    """
+
+    @classmethod
+    def betterproto_value_to_renamed_proto_names(cls) -> dict[int, str]:
+        return {
+            0: "HANDOVER_FAULT_NONE",
+            1: "HANDOVER_FAULT_NOT_HELD",
+            2: "HANDOVER_FAULT_EPOCH",
+            3: "HANDOVER_FAULT_MISMATCH",
+            4: "HANDOVER_FAULT_NO_ROOM",
+            5: "HANDOVER_FAULT_REFUSED",
+            6: "HANDOVER_FAULT_SOURCE",
+            7: "HANDOVER_FAULT_STALLED",
+            8: "HANDOVER_FAULT_CORRUPT",
+            9: "HANDOVER_FAULT_DEADLINE",
+            10: "HANDOVER_FAULT_CANCELLED",
+            11: "HANDOVER_FAULT_TARGET",
+        }
+
+    @classmethod
+    def betterproto_renamed_proto_names_to_value(cls) -> dict[str, int]:
+        return {
+            "HANDOVER_FAULT_NONE": 0,
+            "HANDOVER_FAULT_NOT_HELD": 1,
+            "HANDOVER_FAULT_EPOCH": 2,
+            "HANDOVER_FAULT_MISMATCH": 3,
+            "HANDOVER_FAULT_NO_ROOM": 4,
+            "HANDOVER_FAULT_REFUSED": 5,
+            "HANDOVER_FAULT_SOURCE": 6,
+            "HANDOVER_FAULT_STALLED": 7,
+            "HANDOVER_FAULT_CORRUPT": 8,
+            "HANDOVER_FAULT_DEADLINE": 9,
+            "HANDOVER_FAULT_CANCELLED": 10,
+            "HANDOVER_FAULT_TARGET": 11,
+        }
+
+
 class Transport(betterproto2.Enum):
     UNSPECIFIED = 0
 
@@ -143,6 +247,12 @@ class CancelRequest(betterproto2.Message):
     request_ids: "list[int]" = betterproto2.field(
         1, betterproto2.TYPE_UINT64, repeated=True
     )
+
+    up_to_lease: "int" = betterproto2.field(2, betterproto2.TYPE_UINT64)
+    """
+    0: whatever they are here for. Else only what came, or comes, by a lease up to this one:
+    a target that was given up may have been given the request again meanwhile.
+    """
 
 
 default_message_pool.register_message(
@@ -236,6 +346,15 @@ class ExportKvReply(betterproto2.Message):
     xxh3-64 of the KV of these blocks, a layer each
     """
 
+    fault: "HandoverFault" = betterproto2.field(
+        7, betterproto2.TYPE_ENUM, default_factory=lambda: HandoverFault(0)
+    )
+    """
+    with one, nothing else but the reason is set
+    """
+
+    reason: "str" = betterproto2.field(8, betterproto2.TYPE_STRING)
+
 
 default_message_pool.register_message(
     "blitzd.engine.v1", "ExportKvReply", ExportKvReply
@@ -297,6 +416,10 @@ class HealthReply(betterproto2.Message):
     since the step loop last moved; 0 while it has nothing to do
     """
 
+    holdings: "Holdings | None" = betterproto2.field(
+        3, betterproto2.TYPE_MESSAGE, optional=True
+    )
+
 
 default_message_pool.register_message("blitzd.engine.v1", "HealthReply", HealthReply)
 
@@ -312,14 +435,106 @@ default_message_pool.register_message(
 
 
 @dataclass(eq=False, repr=False)
-class ImportKvReply(betterproto2.Message):
-    bytes_moved: "int" = betterproto2.field(1, betterproto2.TYPE_UINT64)
+class Holdings(betterproto2.Message):
+    """
+    Everything that a worker could leak. With no request in the cluster, all of it is empty
+    but for peers: those that live may stay connected.
+    """
 
-    elapsed_ns: "int" = betterproto2.field(2, betterproto2.TYPE_UINT64)
+    blocks: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
+
+    request_ids: "list[int]" = betterproto2.field(
+        2, betterproto2.TYPE_UINT64, repeated=True
+    )
+    """
+    in whatever phase, imports included; at most 64
+    """
+
+    exports: "list[int]" = betterproto2.field(
+        3, betterproto2.TYPE_UINT64, repeated=True
+    )
+    """
+    request ids that a target has a lease for; at most 64
+    """
+
+    transfers: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
+    """
+    KV being copied, sent or received
+    """
+
+    buffers: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
+    """
+    of ended transfers, that UCX has yet to let go of
+    """
+
+    peers: "list[str]" = betterproto2.field(6, betterproto2.TYPE_STRING, repeated=True)
+    """
+    "r0/3": mapped arenas and UCX endpoints, each once
+    """
+
+
+default_message_pool.register_message("blitzd.engine.v1", "Holdings", Holdings)
+
+
+@dataclass(eq=False, repr=False)
+class HoldRequestsReply(betterproto2.Message):
+    request_ids: "list[int]" = betterproto2.field(
+        1, betterproto2.TYPE_UINT64, repeated=True
+    )
+    """
+    those of them that are here and will be, or are, held
+    """
 
 
 default_message_pool.register_message(
-    "blitzd.engine.v1", "ImportKvReply", ImportKvReply
+    "blitzd.engine.v1", "HoldRequestsReply", HoldRequestsReply
+)
+
+
+@dataclass(eq=False, repr=False)
+class HoldRequestsRequest(betterproto2.Message):
+    request_ids: "list[int]" = betterproto2.field(
+        1, betterproto2.TYPE_UINT64, repeated=True
+    )
+
+
+default_message_pool.register_message(
+    "blitzd.engine.v1", "HoldRequestsRequest", HoldRequestsRequest
+)
+
+
+@dataclass(eq=False, repr=False)
+class ImportKvReport(betterproto2.Message):
+    ended: "bool" = betterproto2.field(1, betterproto2.TYPE_BOOL)
+    """
+    the last message
+    """
+
+    fault: "HandoverFault" = betterproto2.field(
+        2, betterproto2.TYPE_ENUM, default_factory=lambda: HandoverFault(0)
+    )
+
+    reason: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
+    """
+    names the peer, and what was waited for
+    """
+
+    bytes_moved: "int" = betterproto2.field(4, betterproto2.TYPE_UINT64)
+
+    elapsed_ns: "int" = betterproto2.field(5, betterproto2.TYPE_UINT64)
+
+    layer: "int" = betterproto2.field(6, betterproto2.TYPE_UINT32)
+    """
+    With HANDOVER_FAULT_CORRUPT: the first layer that differs, and both checksums.
+    """
+
+    source_checksum: "int" = betterproto2.field(7, betterproto2.TYPE_FIXED64)
+
+    target_checksum: "int" = betterproto2.field(8, betterproto2.TYPE_FIXED64)
+
+
+default_message_pool.register_message(
+    "blitzd.engine.v1", "ImportKvReport", ImportKvReport
 )
 
 
@@ -343,6 +558,16 @@ class ImportKvRequest(betterproto2.Message):
     transport: "Transport" = betterproto2.field(
         6, betterproto2.TYPE_ENUM, default_factory=lambda: Transport(0)
     )
+
+    stall_ms: "int" = betterproto2.field(7, betterproto2.TYPE_UINT32)
+    """
+    give up when no byte has come for so long; 0: at the call's deadline
+    """
+
+    checksums: "bool" = betterproto2.field(8, betterproto2.TYPE_BOOL)
+    """
+    compare each layer's with the source's
+    """
 
 
 default_message_pool.register_message(
@@ -671,6 +896,13 @@ class StepReport(betterproto2.Message):
         20, betterproto2.TYPE_FLOAT, repeated=True
     )
 
+    positions: "list[int]" = betterproto2.field(
+        21, betterproto2.TYPE_UINT32, repeated=True
+    )
+    """
+    One per row: the token's place in its request's output, from 0.
+    """
+
 
 default_message_pool.register_message("blitzd.engine.v1", "StepReport", StepReport)
 
@@ -807,20 +1039,22 @@ class EngineStub(betterproto2_grpclib.ServiceStub):
         timeout: "float | None" = None,
         deadline: "Deadline | None" = None,
         metadata: "MetadataLike | None" = None,
-    ) -> "ImportKvReply":
+    ) -> "AsyncIterator[ImportKvReport]":
         """
         Asked of the target by the daemon: pull the KV from the source, then decode.
-        Answers when the KV is here and the request is running.
+        Heartbeats while bytes move; the last message says that the request is running here,
+        or which fault the hand-over ended with.
         """
 
-        return await self._unary_unary(
+        async for response in self._unary_stream(
             "/blitzd.engine.v1.Engine/ImportKv",
             message,
-            ImportKvReply,
+            ImportKvReport,
             timeout=timeout,
             deadline=deadline,
             metadata=metadata,
-        )
+        ):
+            yield response
 
     async def release_kv(
         self,
@@ -838,6 +1072,28 @@ class EngineStub(betterproto2_grpclib.ServiceStub):
             "/blitzd.engine.v1.Engine/ReleaseKv",
             message,
             ReleaseKvReply,
+            timeout=timeout,
+            deadline=deadline,
+            metadata=metadata,
+        )
+
+    async def hold_requests(
+        self,
+        message: "HoldRequestsRequest",
+        *,
+        timeout: "float | None" = None,
+        deadline: "Deadline | None" = None,
+        metadata: "MetadataLike | None" = None,
+    ) -> "HoldRequestsReply":
+        """
+        Stops decoding requests after the token that they are at and holds their KV for export.
+        That token's row in Watch says FINISH_REASON_HELD. Idempotent.
+        """
+
+        return await self._unary_unary(
+            "/blitzd.engine.v1.Engine/HoldRequests",
+            message,
+            HoldRequestsReply,
             timeout=timeout,
             deadline=deadline,
             metadata=metadata,
@@ -971,17 +1227,31 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
 
         raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
 
-    async def import_kv(self, message: "ImportKvRequest") -> "ImportKvReply":
+    async def import_kv(
+        self, message: "ImportKvRequest"
+    ) -> "AsyncIterator[ImportKvReport]":
         """
         Asked of the target by the daemon: pull the KV from the source, then decode.
-        Answers when the KV is here and the request is running.
+        Heartbeats while bytes move; the last message says that the request is running here,
+        or which fault the hand-over ended with.
         """
 
         raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
+        yield ImportKvReport()
 
     async def release_kv(self, message: "ReleaseKvRequest") -> "ReleaseKvReply":
         """
         Frees the KV that a prefill held for export. Idempotent.
+        """
+
+        raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
+
+    async def hold_requests(
+        self, message: "HoldRequestsRequest"
+    ) -> "HoldRequestsReply":
+        """
+        Stops decoding requests after the token that they are at and holds their KV for export.
+        That token's row in Watch says FINISH_REASON_HELD. Idempotent.
         """
 
         raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
@@ -1058,12 +1328,15 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
         await stream.send_message(response)
 
     async def __rpc_import_kv(
-        self, stream: "grpclib.server.Stream[ImportKvRequest, ImportKvReply]"
+        self, stream: "grpclib.server.Stream[ImportKvRequest, ImportKvReport]"
     ) -> None:
         request = await stream.recv_message()
         assert request is not None
-        response = await self.import_kv(request)
-        await stream.send_message(response)
+        await self._call_rpc_handler_server_stream(
+            self.import_kv,
+            stream,
+            request,
+        )
 
     async def __rpc_release_kv(
         self, stream: "grpclib.server.Stream[ReleaseKvRequest, ReleaseKvReply]"
@@ -1071,6 +1344,14 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
         request = await stream.recv_message()
         assert request is not None
         response = await self.release_kv(request)
+        await stream.send_message(response)
+
+    async def __rpc_hold_requests(
+        self, stream: "grpclib.server.Stream[HoldRequestsRequest, HoldRequestsReply]"
+    ) -> None:
+        request = await stream.recv_message()
+        assert request is not None
+        response = await self.hold_requests(request)
         await stream.send_message(response)
 
     async def __rpc_resume_held(
@@ -1139,15 +1420,21 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
             ),
             "/blitzd.engine.v1.Engine/ImportKv": grpclib.const.Handler(
                 self.__rpc_import_kv,
-                grpclib.const.Cardinality.UNARY_UNARY,
+                grpclib.const.Cardinality.UNARY_STREAM,
                 ImportKvRequest,
-                ImportKvReply,
+                ImportKvReport,
             ),
             "/blitzd.engine.v1.Engine/ReleaseKv": grpclib.const.Handler(
                 self.__rpc_release_kv,
                 grpclib.const.Cardinality.UNARY_UNARY,
                 ReleaseKvRequest,
                 ReleaseKvReply,
+            ),
+            "/blitzd.engine.v1.Engine/HoldRequests": grpclib.const.Handler(
+                self.__rpc_hold_requests,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                HoldRequestsRequest,
+                HoldRequestsReply,
             ),
             "/blitzd.engine.v1.Engine/ResumeHeld": grpclib.const.Handler(
                 self.__rpc_resume_held,
