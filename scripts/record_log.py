@@ -1,4 +1,4 @@
-"""Records logs for the test corpus: `make logs`, or the script with [pairs] [SEED ...].
+"""Records logs for the test corpus: `make logs`, or the script with [pairs] [restarts] [SEED ...].
 
 Each becomes tests/data/logs/v<core version>-<name>/: the first turns of that chaos run (or
 of a script, for what chaos does not do), put on disk by the log's own writer, and what they
@@ -27,7 +27,8 @@ from tests.corpus import LOGS, Expected
 
 RECORDS_MAX = 1100
 """Of a log. Enough for a state hash in it, small enough for a repository."""
-USUAL = ("pairs", "1", "3", "40", "49")
+SCRIPTED = ("pairs", "restarts")
+USUAL = (*SCRIPTED, "1", "3", "40", "49")
 """Together they hold every type of record that the daemon writes."""
 
 SEGMENT_BYTES = 24 << 10
@@ -36,11 +37,13 @@ HASH_EVERY = 25
 
 
 def record(*names: str) -> None:
-    """Write one log for each seed, or "pairs", replacing those of the same name; without
+    """Write one log for each seed, or script, replacing those of the same name; without
     names, those that the corpus has of each version."""
+    scripts = dict(zip(SCRIPTED, (live_pairs, restarts), strict=True))
     for name in names or USUAL:
-        records = live_pairs() if name == "pairs" else run_seed(int(name)).disk.records
-        directory = LOGS / f"v{CORE_VERSION}-{name if name == 'pairs' else f'seed{name}'}"
+        script = scripts.get(name)
+        records = script() if script else run_seed(int(name)).disk.records
+        directory = LOGS / f"v{CORE_VERSION}-{name if script else f'seed{name}'}"
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         expected = _write(directory / "log", records)
@@ -96,6 +99,38 @@ def live_pairs() -> list[Record]:
     roles = (("r0", "prefill"), ("r1", "decode"))
     world.feed(ev.Booted(2, "test", "local", roles, world.policy.pairs(), CORE_VERSION))
     world.attach("r0")
+    return world.log
+
+
+def restarts() -> list[Record]:
+    """A restart with a stand-in, one that is called off by a drain and an undrain, all in
+    turn, one replica removed by name, and another policy."""
+    world = Harness().serving("prefill", "decode", "spare")
+    world.feed(ev.PolicyRequested((("drain_ms", 60_000), ("null_ttl_ms", 5000))))
+    world.arrive(1)
+    world.first_token(1)
+    world.imported(1)
+    world.feed(ev.RestartRequested("r1", 0))
+    world.load("r2")
+    world.feed(ev.DrainRequested("r1", 0))
+    world.feed(ev.UndrainRequested("r1"))
+    world.after(50)
+    world.ended(1)
+    world.feed(ev.RollingRestartRequested(1000))
+    while world.state.node.rolling:
+        world.after(50)
+        for replica in list(world.state.replicas.values()):
+            if replica.worker == "stopping":
+                exited = ev.WorkerExited(replica.id, replica.epoch, "exited with status 0")
+                world.feed(exited)
+            elif replica.worker in ("spawning", "spawned"):
+                world.attach(replica.id)
+            elif replica.state.startswith("Loading"):
+                world.load(replica.id)
+    world.feed(ev.RoleRequested("r2", "decode"))
+    world.load("r2")
+    world.feed(ev.RemoveRequested("r1"))
+    world.feed(ev.RestartRequested("r9", 0))
     return world.log
 
 

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from msgspec import inspect
@@ -16,8 +16,6 @@ from msgspec import inspect
 from blitzd.cli.settings import Settings, conflicts
 
 ENVIRONMENT = "BLITZD_"
-
-PolicyNumber = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 Origins = dict[tuple[str, str], str]
 """(section, key): what set it. A key that is not here has its default."""
@@ -59,9 +57,7 @@ class Loaded:
 def _keys() -> Iterator[Key]:
     for section in msgspec.structs.fields(Settings):
         for field in msgspec.structs.fields(section.type):
-            # A policy's numbers have no bounds of their own.
-            kind = PolicyNumber if field.type is int else field.type
-            yield Key(section.name, field.name, kind, field.default)
+            yield Key(section.name, field.name, field.type, field.default)
 
 
 KEYS = {(key.section, key.name): key for key in _keys()}

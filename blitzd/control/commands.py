@@ -15,6 +15,8 @@ class EndWorker:
 
     replica: str
     epoch: int
+    report: bool = False
+    """Whether its exit is to be told, as that of one that died."""
 
 
 @dataclass(frozen=True, slots=True)

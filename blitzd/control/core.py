@@ -9,7 +9,7 @@ decides again as it did.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from blitzd.control import replicas, requests, roles
+from blitzd.control import replicas, requests, restarts, roles, scaling
 from blitzd.control.commands import Command, EndWorker, ShutDown
 from blitzd.control.policy import Policy
 from blitzd.control.turn import Turn
@@ -67,7 +67,11 @@ HANDLERS: dict[type[Payload], Callable[[Turn, Any], None]] = {
     ev.DeactivateRequested: roles.deactivate_requested,
     ev.LivePairRequested: roles.live_pair_requested,
     ev.PairDrained: roles.pair_drained,
-    ev.ScaleRequested: roles.scale_requested,
+    ev.ScaleRequested: scaling.scale_requested,
+    ev.RemoveRequested: scaling.remove_requested,
+    ev.RestartRequested: restarts.restart_requested,
+    ev.RollingRestartRequested: restarts.rolling_restart_requested,
+    ev.PolicyRequested: roles.policy_requested,
 }
 
 
@@ -91,7 +95,7 @@ class Core:
         fault: Exception | None = None
         try:
             HANDLERS[type(payload)](turn, payload)
-            roles.scale(turn)
+            scaling.scale(turn)
             roles.settle(turn)
             replicas.tend(turn)
             requests.dispatch(turn)

@@ -43,6 +43,9 @@ POLICY_OF: dict[type[Payload], tuple[str, ...]] = {
     ev.LoadFinished: ("mutate_after_load",),
     ev.ReplicaDeactivated: ("null_ttl_ms",),
     ev.PairOpened: ("pair_cap",),
+    ev.ShutdownStarted: ("drain_ms",),
+    ev.RestartStarted: ("drain_ms",),
+    ev.RestartEnded: ("restart_limit_ms",),
 }
 
 
@@ -75,7 +78,7 @@ def facts_of(state: ClusterState, policy: Policy, record: Record, cause: Payload
 
 
 def _replicas_named(event: Payload, cause: Payload | None) -> list[str]:
-    fields: tuple[str, ...] = ("replica", "source", "target", "new", "old")
+    fields: tuple[str, ...] = ("replica", "source", "target", "new", "old", "stands_in_for")
     # A load's `source` is where its weights come from, which is no replica.
     if isinstance(event, ev.LoadStarted | ev.LoadFinished | ev.PairOpened):
         fields = ("replica", "new", "old")

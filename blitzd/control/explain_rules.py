@@ -62,6 +62,27 @@ RULES: dict[type[Payload], str] = {
     ),
     ev.PrefillOpened: "What the replica decoded has ended; it takes prompts from here on.",
     ev.ScaleSet: "At least one of each role, and no more than there are replicas.",
+    ev.RestartStarted: (
+        "An operator asked, or a rolling restart came to it: one of each role at a time, one"
+        " stand-in at a time, spares last."
+    ),
+    ev.StandInCalled: (
+        "The one that restarts is the last that serves its role, and a spare can take it: one"
+        " that is still shutting from that role, then a warm null, then one without weights."
+    ),
+    ev.StandInReleased: "The one it stood in for no longer restarts, or it keeps the role.",
+    ev.WorkerStopping: (
+        "A replica that restarts, or whose load is broken off, serves nothing: its worker ends."
+    ),
+    ev.WorkerStopped: "The process of a worker that was told to end is gone; this is no failure.",
+    ev.RestartEnded: (
+        "The new worker serves in the replica's role, or is attached if it is a spare; not after"
+        " restart_limit_ms beside its drain, or an operator undrained it."
+    ),
+    ev.RollingRestartStarted: "An operator asked for a new worker of every replica there is.",
+    ev.RollingRestartEnded: "Each has left the epoch it had, or one did not come back.",
+    ev.ReplicaCordoned: "Drained while it served nothing new: no plan brings it back.",
+    ev.PolicyChanged: "Each value is within its bounds and differs from the one before.",
     ev.CommandRefused: "A command that does not fit the state is refused; nothing else changed.",
     ev.RequestAccepted: "The node runs, the queue has room, and some replica is large enough.",
     ev.RequestRejected: (

@@ -1,35 +1,46 @@
 """The policy: every number that decisions depend on, recorded with each start."""
 
-from typing import Self
+from typing import Annotated, Self
 
 import msgspec
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
+Flag = Annotated[int, Meta(ge=0, le=1)]
 
 
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Integers only: milliseconds, tokens, requests, as the names say."""
+    """Integers only: milliseconds, tokens, requests, as the names say. An operator may
+    change each within its bounds."""
 
-    max_queued_requests: int = 256
+    max_queued_requests: Count = 256
     """More than that are refused with 429."""
-    max_prefills_per_replica: int = 8
+    max_prefills_per_replica: Count = 8
     """Requests granted to a prefill replica at a time; the rest stays in the daemon's queue."""
-    max_imports_per_replica: int = 4
+    max_imports_per_replica: Count = 4
     """KV transfers to a decode replica at a time; 1 is the original's guard."""
-    decode_reserve_tokens: int = 256
+    decode_reserve_tokens: Count = 256
     """Output tokens that room is reserved for on a decode replica; what a request needs
     beyond that its worker finds as it goes, by preemption if it must."""
-    lease_ttl_ms: int = 10_000
+    lease_ttl_ms: Milliseconds = 10_000
     """A KV transfer that takes longer has failed."""
-    import_retry_ms: int = 20
+    import_retry_ms: Milliseconds = 20
     """After a decode replica had no room."""
-    null_ttl_ms: int = 30_000
+    null_ttl_ms: Milliseconds = 30_000
     """A warm spare that was not used for so long gives up its weights."""
-    pair_cap: int = 4
+    pair_cap: Count = 4
     """Requests under way in a live pair."""
-    mutate_after_load: int = 0
+    mutate_after_load: Flag = 0
     """1: a decode load ends in MutatingToDecode, as in the ServerlessLLM baseline."""
-    restart_backoff_ms: int = 500
+    restart_backoff_ms: Milliseconds = 500
     """Before the second restart in a row; doubles up to `restart_backoff_max_ms`."""
-    restart_backoff_max_ms: int = 30_000
+    restart_backoff_max_ms: Milliseconds = 30_000
+    drain_ms: Milliseconds = 600_000
+    """What a shutting replica's requests may take, unless the command says otherwise."""
+    restart_limit_ms: Milliseconds = 600_000
+    """A restarted replica that does not serve after so long, beside its drain and its wait
+    for a stand-in, is given up."""
 
     def pairs(self) -> tuple[tuple[str, int], ...]:
         return tuple(sorted(msgspec.structs.asdict(self).items()))
@@ -38,3 +49,12 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def of(cls, values: dict[str, int]) -> Self:
         """From recorded values: a name that this version does not know is left out."""
         return cls(**{name: values[name] for name in cls.__struct_fields__ if name in values})
+
+    @classmethod
+    def bounds(cls) -> dict[str, tuple[int, int]]:
+        """The least and the greatest value of each."""
+        found = {}
+        for field in msgspec.structs.fields(cls):
+            [meta] = field.type.__metadata__
+            found[field.name] = (meta.ge, meta.le)
+        return found

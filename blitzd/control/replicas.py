@@ -45,19 +45,23 @@ def booted(turn: Turn, boot: ev.Booted) -> None:
 
 
 def worker_started(turn: Turn, started: ev.WorkerStarted) -> None:
-    if turn.current(started.replica, started.epoch):
+    replica = turn.current(started.replica, started.epoch)
+    if replica and replica.worker == "spawning":
         turn.emit(ev.WorkerSpawned(started.replica, started.epoch, started.pid))
 
 
 def worker_described(turn: Turn, described: ev.WorkerDescribed) -> None:
     replica = turn.current(described.replica, described.epoch)
-    if replica and replica.worker != "attached":
+    if replica and replica.worker in ("spawning", "spawned"):
         turn.emit(ev.WorkerAttached(described.replica, described.epoch, described.pid))
 
 
 def worker_exited(turn: Turn, exited: ev.WorkerExited) -> None:
     replica = turn.current(exited.replica, exited.epoch)
     if replica is None:
+        return
+    if replica.worker == "stopping":
+        turn.emit(ev.WorkerStopped(replica.id, replica.epoch, exited.reason))
         return
     for request in turn.state.requests_on(replica.id):
         fail(turn, request, "worker_lost", f"replica {replica.id} was lost: {exited.reason}")

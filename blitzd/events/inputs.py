@@ -215,3 +215,34 @@ class PairDrained(Payload, frozen=True, array_like=True):
     replica: str
     epoch: int
     pair_id: int
+
+
+@record_type(25, Kind.INPUT, Durability.ACK)
+class RestartRequested(Payload, frozen=True, array_like=True):
+    """An operator wants this replica's worker to be replaced by a new process."""
+
+    replica: str
+    drain_ms: int
+    """How long it may wait: for a stand-in, then for its requests. 0: drain_ms of the policy."""
+
+
+@record_type(26, Kind.INPUT, Durability.ACK)
+class RollingRestartRequested(Payload, frozen=True, array_like=True):
+    """An operator wants every worker replaced, one of each role at a time."""
+
+    drain_ms: int
+    """Of each replica, as in RestartRequested."""
+
+
+@record_type(27, Kind.INPUT, Durability.ACK)
+class PolicyRequested(Payload, frozen=True, array_like=True):
+    """An operator wants other numbers in the policy, until the next start."""
+
+    values: tuple[tuple[str, int], ...]
+
+
+@record_type(28, Kind.INPUT, Durability.ACK)
+class RemoveRequested(Payload, frozen=True, array_like=True):
+    """An operator wants one replica less of this one's role, and this one to go."""
+
+    replica: str

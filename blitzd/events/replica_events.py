@@ -237,10 +237,98 @@ class ScaleSet(Payload, frozen=True, array_like=True):
     decode: int
 
 
-@record_type(139, Kind.EVENT, Durability.GROUP)
+@record_type(139, Kind.EVENT, Durability.GROUP, schema_version=2)
 class CommandRefused(Payload, frozen=True, array_like=True):
     """An operator's command that does not fit the state. Nothing else changed."""
 
     command: str
     replica: str
     reason: str
+    code: str = "conflict"
+    """conflict: with the state as it is; unknown_replica; invalid: never accepted."""
+    field: str = ""
+    """Of the command, if it was one of its values."""
+
+
+@record_type(140, Kind.EVENT, Durability.ACK)
+class RestartStarted(Payload, frozen=True, array_like=True):
+    """The worker of this epoch is to be replaced; the replica keeps its role."""
+
+    replica: str
+    epoch: int
+    drain_ms: int
+
+
+@record_type(141, Kind.EVENT, Durability.ACK)
+class WorkerStopping(Payload, frozen=True, array_like=True):
+    """The worker has nothing left to do and is ended; that is no failure."""
+
+    replica: str
+    epoch: int
+    reason: str
+
+
+@record_type(142, Kind.EVENT)
+class WorkerStopped(Payload, frozen=True, array_like=True):
+    """Its process is gone, and the next one may be spawned."""
+
+    replica: str
+    epoch: int
+    how: str
+
+
+@record_type(143, Kind.EVENT, Durability.ACK)
+class RestartEnded(Payload, frozen=True, array_like=True):
+    """The new worker serves as the old one did; or why not, in `reason`."""
+
+    replica: str
+    epoch: int
+    reason: str
+    took_ns: int
+
+
+@record_type(144, Kind.EVENT, Durability.ACK)
+class ReplicaCordoned(Payload, frozen=True, array_like=True):
+    """A drain of one that serves nothing new as it is: no plan brings it back."""
+
+    replica: str
+    deadline_ns: int
+    """Of what still runs there; 0: nothing does."""
+
+
+@record_type(145, Kind.EVENT, Durability.ACK)
+class RollingRestartStarted(Payload, frozen=True, array_like=True):
+    """Each worker of one of these (id, epoch) is to be replaced, in turn."""
+
+    replicas: tuple[tuple[str, int], ...]
+    drain_ms: int
+
+
+@record_type(146, Kind.EVENT, Durability.ACK)
+class RollingRestartEnded(Payload, frozen=True, array_like=True):
+    """All are replaced; or why the rest is not, in `reason`."""
+
+    reason: str
+
+
+@record_type(147, Kind.EVENT, Durability.ACK)
+class StandInCalled(Payload, frozen=True, array_like=True):
+    """A spare takes the role of one that restarts and that nobody else has."""
+
+    replica: str
+    stands_in_for: str
+
+
+@record_type(148, Kind.EVENT, Durability.ACK)
+class StandInReleased(Payload, frozen=True, array_like=True):
+    """The one it stood in for is back, or will not be."""
+
+    replica: str
+
+
+@record_type(149, Kind.EVENT, Durability.ACK)
+class PolicyChanged(Payload, frozen=True, array_like=True):
+    """From the next decision on, until the next start."""
+
+    changes: tuple[tuple[str, int, int], ...]
+    """(name, old, new)."""

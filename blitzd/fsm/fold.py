@@ -1,12 +1,19 @@
 """The fold: what each record does to the state."""
 
 from blitzd.events.record import Kind, Record
-from blitzd.fsm import fold_node, fold_pairs, fold_replicas, fold_requests, fold_roles
+from blitzd.fsm import (
+    fold_node,
+    fold_pairs,
+    fold_replicas,
+    fold_requests,
+    fold_restarts,
+    fold_roles,
+)
 from blitzd.fsm.folding import FOLDERS
 from blitzd.fsm.state import ClusterState
 
 # Importing them registers their folders.
-SUBJECTS = (fold_node, fold_replicas, fold_roles, fold_pairs, fold_requests)
+SUBJECTS = (fold_node, fold_replicas, fold_roles, fold_pairs, fold_requests, fold_restarts)
 
 
 def fold(state: ClusterState, record: Record) -> None:

@@ -16,6 +16,8 @@ def _(state: ClusterState, event: ev.NodeStarted, record: Record) -> None:
     for replica in state.replicas.values():
         replica.retry_ns = replica.failures = 0
         replica.trouble = ""
+        if replica.restart_epoch:
+            replica.restart_ns = record.mono_ns
         state.touch("replica", replica.id)
     state.touch("node", 0)
 

@@ -2,7 +2,15 @@
 
 from blitzd.events import types as ev
 from blitzd.events.record import Record
-from blitzd.fsm.folding import IllegalEvent, count, folds, forget_weights, move, replica_of
+from blitzd.fsm.folding import (
+    IllegalEvent,
+    count,
+    folds,
+    forget_weights,
+    move,
+    replica_of,
+    require_idle,
+)
 from blitzd.fsm.state import ClusterState, Replica
 
 
@@ -65,6 +73,32 @@ def _(state: ClusterState, event: ev.WorkerLost, record: Record) -> None:
     replica.retry_ns = event.retry_ns
     replica.drain_deadline_ns = 0
     forget_weights(replica)
+    state.touch("replica", replica.id)
+
+
+@folds(ev.WorkerStopping)
+def _(state: ClusterState, event: ev.WorkerStopping, record: Record) -> None:
+    replica = replica_of(state, event.replica, event.epoch)
+    require_idle(state, replica)
+    if replica.worker in ("absent", "stopping"):
+        raise IllegalEvent(f"replica {replica.id} has worker {replica.worker}: nothing to stop")
+    move(replica, "stop", record)
+    replica.worker, replica.attached_ns = "stopping", 0
+    replica.null_ns = replica.drain_deadline_ns = 0
+    if not replica.cordoned:
+        replica.null_role = ""
+    forget_weights(replica)
+    state.touch("replica", replica.id)
+
+
+@folds(ev.WorkerStopped)
+def _(state: ClusterState, event: ev.WorkerStopped, record: Record) -> None:
+    replica = replica_of(state, event.replica, event.epoch)
+    if replica.worker != "stopping":
+        raise IllegalEvent(f"replica {replica.id} has worker {replica.worker}, not stopping")
+    replica.worker, replica.pid = "absent", 0
+    replica.failures = replica.retry_ns = 0
+    replica.trouble = ""
     state.touch("replica", replica.id)
 
 

@@ -23,8 +23,11 @@ def _(state: ClusterState, event: ev.ShutdownStarted, record: Record) -> None:
     was = replica.state
     move(replica, "shut", record)
     replica.null_role = _ROLE_OF[was]
-    replica.role, replica.drain_deadline_ns = "spare", event.deadline_ns
+    # One that restarts keeps its role, and nobody needs to take its place.
+    replica.role = replica.role if event.reason == "restart" else "spare"
+    replica.drain_deadline_ns = event.deadline_ns
     replica.cordoned = int(event.reason == "drain")
+    replica.stands_in = ""
     state.touch("replica", replica.id)
 
 
@@ -88,15 +91,36 @@ def _(state: ClusterState, event: ev.RoleAssigned, record: Record) -> None:
     replica = replica_of(state, event.replica)
     if replica.state not in (ReplicaState.INACTIVE, ReplicaState.FAILED):
         raise IllegalEvent(f"replica {replica.id} is {replica.state}: its role is its state's")
-    replica.role, replica.cordoned = event.role, 0
+    replica.role, replica.cordoned, replica.stands_in = event.role, 0, ""
     state.touch("replica", replica.id)
+
+
+@folds(ev.ReplicaCordoned)
+def _(state: ClusterState, event: ev.ReplicaCordoned, record: Record) -> None:
+    replica = replica_of(state, event.replica)
+    if replica.state not in _SERVES_NOTHING_NEW:
+        raise IllegalEvent(f"replica {replica.id} is {replica.state}: it has to be shut first")
+    if not replica.null_role:
+        replica.null_role = replica.role
+    replica.role, replica.cordoned, replica.stands_in = "spare", 1, ""
+    replica.drain_deadline_ns = event.deadline_ns
+    state.touch("replica", replica.id)
+
+
+_SERVES_NOTHING_NEW = (
+    ReplicaState.INACTIVE,
+    ReplicaState.FAILED,
+    ReplicaState.SHUTTING_PREFILL,
+    ReplicaState.SHUTTING_DECODE,
+    ReplicaState.SHUTTING_NULL,
+)
 
 
 @folds(ev.MutationStarted)
 def _(state: ClusterState, event: ev.MutationStarted, record: Record) -> None:
     replica = replica_of(state, event.replica, event.epoch)
     move(replica, "mutate", record)
-    replica.role = event.role
+    replica.role, replica.stands_in = event.role, ""
     state.touch("replica", replica.id)
 
 

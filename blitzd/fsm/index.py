@@ -147,6 +147,8 @@ class Index:
         """Warm spares, by the time that they have been so."""
         self.idle_workers: set[str] = set()
         """Replicas without a worker, or without the load that their role asks for."""
+        self.restarting: set[str] = set()
+        """Replicas that restart, or stand in for one that does."""
         self.tokens: Counter[RequestState] = Counter()
         """Prompt tokens, by the state of their request."""
         self._rankings = (
@@ -233,12 +235,15 @@ class Index:
             for ranking in self._rankings:
                 ranking.put(key, None)
             self.idle_workers.discard(key)
+            self.restarting.discard(key)
             return
         new = self._replicas[key] = self._replica_row(replica)
         self._count_replica(key, new, 1)
         self._rank(replica)
         wants = _wants_work(replica)
         self.idle_workers.add(key) if wants else self.idle_workers.discard(key)
+        restarts = bool(replica.restart_epoch or replica.stands_in)
+        self.restarting.add(key) if restarts else self.restarting.discard(key)
 
     def _rank(self, replica: "Replica") -> None:
         key, at = replica.id, replica.state

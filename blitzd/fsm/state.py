@@ -39,6 +39,9 @@ class Node(msgspec.Struct, omit_defaults=True):
     wanted_prefill: int = 0
     """What an operator scaled to; 0: nothing but the configuration."""
     wanted_decode: int = 0
+    rolling: dict[str, int] = {}
+    """Of a rolling restart: the epochs that are to be left, by replica."""
+    rolling_drain_ms: int = 0
     core_version: int = 0
     """Of the decisions since this boot, so that a snapshot says how to go on from it."""
 
@@ -57,7 +60,7 @@ class Replica(msgspec.Struct, omit_defaults=True, gc=False):
     state: ReplicaState = ReplicaState.INACTIVE
     epoch: int = 0
     worker: str = "absent"
-    """absent, spawning, spawned or attached."""
+    """absent, spawning, spawned, attached or stopping."""
     pid: int = 0
     retry_ns: int = 0
     """No new worker and no new load before this time."""
@@ -86,6 +89,13 @@ class Replica(msgspec.Struct, omit_defaults=True, gc=False):
     cordoned: int = 0
     """1: an operator drained it, so that no plan brings it back."""
     drain_deadline_ns: int = 0
+    restart_epoch: int = 0
+    """The epoch that a restart is to end; 0: none is under way."""
+    restart_ns: int = 0
+    """Since when."""
+    restart_drain_ms: int = 0
+    stands_in: str = ""
+    """Whose role it has while that one restarts."""
     since_seq: int = 0
     """The event that led to this state, and what caused that event."""
     cause_seq: int = 0
@@ -257,6 +267,7 @@ class ClusterState:
                     "prefill": self.node.wanted_prefill,
                     "decode": self.node.wanted_decode,
                 },
+                "rolling_restart": sorted(self.node.rolling),
                 "policy": dict(sorted(self.node.policy.items())),
                 "stale_notices": self.node.tallies.get("stale_notices", 0),
             },
@@ -294,6 +305,8 @@ class ClusterState:
             "pair": replica.pair_id,
             "cordoned": bool(replica.cordoned),
             "drain_deadline_ns": replica.drain_deadline_ns,
+            "restarting": bool(replica.restart_epoch),
+            "stands_in": replica.stands_in,
             "inflight": len(self.index.on.get(replica.id, ())),
             "blocks_used": replica.blocks_sampled,
             "blocks_reserved": self.blocks_reserved(replica.id),

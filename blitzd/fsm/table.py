@@ -30,6 +30,10 @@ what may enter a replica follows from its state (`ACCEPTS_PROMPTS`, `ACCEPTS_KV`
 AusDecode, AusPrefill, MutatingToDecode and the Shutting states are left when the requests
 and leases they wait for are gone.
 
+*Restarting.* A worker that has nothing to do, be its replica ShuttingNull, Inactive or still
+loading, is stopped; the replica is Inactive, and its next worker (with a new epoch) takes
+it through a load again.
+
 *Death.* Whatever the state, a dead worker makes the replica Failed, and a new worker (with
 a new epoch) makes it Inactive again.
 
@@ -113,6 +117,16 @@ ROWS: tuple[Row, ...] = (
     Row(0, "load_failed", S.LOADING_PREFILL, S.INACTIVE),
     Row(0, "load_failed", S.LOADING_DECODE, S.INACTIVE),
     Row(0, "load_failed", S.NEW_PREFILL, S.INACTIVE),
+    *(
+        Row(0, "stop", state, S.INACTIVE)
+        for state in (
+            S.INACTIVE,
+            S.FAILED,
+            S.LOADING_PREFILL,
+            S.LOADING_DECODE,
+            S.SHUTTING_NULL,
+        )
+    ),
     Row(0, "attach", S.FAILED, S.INACTIVE),
     Row(0, "attach", S.INACTIVE, S.INACTIVE),
     *(Row(0, "lose", state, S.FAILED) for state in S),

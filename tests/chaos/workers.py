@@ -78,7 +78,7 @@ class VirtualWorkers:
                 self.workers[command.replica, command.epoch] = worker
                 self._tasks.start_soon(self._life, worker)
             case cmd.EndWorker():
-                self._with(command, self._end)
+                self._with(command, lambda worker: self._end_as_told(worker, command.report))
             case cmd.ResetWorker():
                 self._with(command, lambda worker: worker.holdings.clear())
             case cmd.DecodeLocally():
@@ -124,6 +124,12 @@ class VirtualWorkers:
         worker.holdings.clear()
         if worker.group is not None:
             worker.group.cancel_scope.cancel()
+
+    def _end_as_told(self, worker: VirtualWorker, report: bool) -> None:
+        if report:
+            self.kill(worker, "exited with status 0")
+        else:
+            self._end(worker)
 
     def kill(self, worker: VirtualWorker, reason: str) -> None:
         if worker.alive:

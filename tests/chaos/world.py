@@ -151,7 +151,7 @@ class World:
         with anyio.fail_after(VIRTUAL_LIMIT_S):
             async with anyio.create_task_group() as tasks, anyio.create_task_group() as virtual:
                 workers = VirtualWorkers(driver, virtual, self.random, scenario.faults)
-                policy = Policy(max_queued_requests=20, lease_ttl_ms=2000).pairs()
+                policy = Policy(max_queued_requests=20, lease_ttl_ms=2000, drain_ms=20_000).pairs()
                 boot = ev.Booted(1, "test", "local", scenario.replicas, policy, CORE_VERSION)
                 tasks.start_soon(driver.run, workers, boot)
                 async with anyio.create_task_group() as life:
@@ -257,9 +257,13 @@ class World:
                 [
                     ev.DrainRequested(chosen, random.choice([0, driver.last_turn_ns + 10**9])),
                     ev.UndrainRequested(chosen),
-                    ev.RoleRequested(chosen, random.choice(["prefill", "decode", "colocated"])),
+                    ev.RoleRequested(chosen, random.choice([*ROLES, "colocated", "spare"])),
                     ev.DeactivateRequested(chosen),
                     ev.ScaleRequested(random.randint(0, 3), random.randint(0, 3)),
+                    ev.RemoveRequested(chosen),
+                    ev.RestartRequested(chosen, random.choice([0, 1, 1000])),
+                    ev.RollingRestartRequested(random.choice([0, 3000])),
+                    ev.PolicyRequested((("null_ttl_ms", random.choice([0, 500, 30_000])),)),
                 ]
             )
             await driver.post(command)
@@ -283,7 +287,8 @@ class World:
     def _settled(self) -> bool:
         state = self.core.state
         states = {"prefill": "Prefill", "decode": "Decode", "colocated": "Colocated"}
-        return not state.requests and all(
+        restarting = any(r.restart_epoch or r.stands_in for r in state.replicas.values())
+        return not (state.requests or restarting or state.node.rolling) and all(
             r.worker == "attached" and (r.role == "spare" or r.state == states[r.role])
             for r in state.replicas.values()
         )

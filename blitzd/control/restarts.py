@@ -1,0 +1,161 @@
+"""Planned restarts: of one replica, and of all in turn.
+
+A restart is a mark on the replica (the epoch that is to end), and every turn takes it one
+step on: a stand-in where nobody else has its role, the drain, the end of the worker, the
+next worker's load. So it goes on after a crash of the daemon, and replays.
+"""
+
+from blitzd.control import moves
+from blitzd.control.moves import MS, SERVING_AS, SHUTTING, STOPPABLE_LOADS, refuse
+from blitzd.control.turn import Turn
+from blitzd.events import types as ev
+from blitzd.fsm import Replica, ReplicaState
+
+S = ReplicaState
+
+STOPS = (S.INACTIVE, S.FAILED, *STOPPABLE_LOADS, S.SHUTTING_NULL)
+"""Where nothing is served, so that the worker may end."""
+IN_PAIR = (S.NEW_PREFILL, S.REFACTORY_PREFILL, S.OLD_PREFILL)
+DOES = {
+    "prefill": (S.PREFILL, S.COLOCATED),
+    "decode": (S.DECODE, S.COLOCATED),
+    "colocated": (S.COLOCATED,),
+}
+"""Who serves what one of this role serves."""
+
+
+def restart_requested(turn: Turn, wanted: ev.RestartRequested) -> None:
+    replica = moves.named(turn, "restart", wanted.replica)
+    if replica is None or replica.restart_epoch:
+        return
+    if replica.state in IN_PAIR:
+        reason = f"it is {replica.state}, half of a live pair, until that settles"
+        refuse(turn, "restart", replica.id, reason)
+    else:
+        _begin(turn, replica, wanted.drain_ms)
+
+
+def _begin(turn: Turn, replica: Replica, drain_ms: int) -> None:
+    drain_ms = drain_ms or turn.policy.drain_ms
+    turn.emit(ev.RestartStarted(replica.id, replica.epoch, drain_ms))
+
+
+def end(turn: Turn, replica: Replica, reason: str) -> None:
+    took_ns = turn.mono_ns - replica.restart_ns
+    turn.emit(ev.RestartEnded(replica.id, replica.epoch, reason, took_ns))
+
+
+def rolling_restart_requested(turn: Turn, wanted: ev.RollingRestartRequested) -> None:
+    if turn.state.node.rolling:
+        return
+    epochs = tuple((r.id, r.epoch) for r in turn.state.replicas.values())
+    turn.emit(ev.RollingRestartStarted(epochs, wanted.drain_ms or turn.policy.drain_ms))
+
+
+def advance(turn: Turn) -> None:
+    """Takes every restart, and all that stand in for one, as far as they can go now."""
+    if turn.state.node.phase != "running":
+        return
+    _roll(turn)
+    for replica_id in sorted(turn.state.index.restarting):
+        replica = turn.state.replicas[replica_id]
+        if replica.restart_epoch:
+            _restart(turn, replica)
+        if replica.stands_in and not _restarts(turn, replica.stands_in):
+            turn.emit(ev.StandInReleased(replica.id))
+            moves.lower(turn, replica, "stand-in")
+
+
+def _restarts(turn: Turn, replica_id: str) -> bool:
+    replica = turn.state.replicas.get(replica_id)
+    return replica is not None and bool(replica.restart_epoch)
+
+
+# One replica.
+
+
+def _restart(turn: Turn, replica: Replica) -> None:
+    if replica.epoch != replica.restart_epoch:
+        _await_return(turn, replica)
+    elif replica.state in SERVING_AS.values():
+        if _covered(turn, replica):
+            deadline_ns = turn.mono_ns + replica.restart_drain_ms * MS
+            moves.shut(turn, replica, "restart", deadline_ns)
+    elif replica.state in STOPS and replica.worker not in ("absent", "stopping"):
+        moves.stop(turn, replica, "restart")
+
+
+def _await_return(turn: Turn, replica: Replica) -> None:
+    idle = replica.role == "spare" and replica.worker == "attached"
+    if idle or replica.state is SERVING_AS.get(replica.role):
+        end(turn, replica, "")
+        return
+    # The mark says since when it restarts: waiting for a stand-in and the drain come before.
+    limit_ms = 2 * replica.restart_drain_ms + turn.policy.restart_limit_ms
+    if turn.mono_ns >= replica.restart_ns + limit_ms * MS:
+        why = replica.trouble or f"it is {replica.state} with worker {replica.worker}"
+        rolling = replica.id in turn.state.node.rolling
+        end(turn, replica, f"not back after {limit_ms} ms: {why}")
+        if rolling:
+            # No reason to take down the next one too.
+            turn.emit(ev.RollingRestartEnded(f"{replica.id} did not come back"))
+
+
+def _covered(turn: Turn, replica: Replica) -> bool:
+    """Whether it may go: another has its role, or nobody can take it in good time."""
+    does = DOES[replica.role]
+    others = [r for r in turn.state.replicas.values() if r is not replica]
+    if any(r.state in does and not r.restart_epoch for r in others):
+        return True
+    if turn.mono_ns >= replica.restart_ns + replica.restart_drain_ms * MS:
+        return True
+    if any(r.stands_in == replica.id for r in others):
+        return False
+    stand_in = _spare_for(others, replica.role)
+    if stand_in is None:
+        return True
+    if stand_in.state in SHUTTING:
+        moves.revive(turn, stand_in)
+    elif stand_in.state is S.SHUTTING_NULL:
+        moves.reuse(turn, stand_in, replica.role)
+    else:
+        turn.emit(ev.RoleAssigned(stand_in.id, replica.role))
+    turn.emit(ev.StandInCalled(stand_in.id, replica.id))
+    return stand_in.state in does
+
+
+def _spare_for(others: list[Replica], role: str) -> Replica | None:
+    """The one that could serve soonest."""
+    spares = [r for r in others if r.role == "spare" and not r.cordoned and not r.restart_epoch]
+    ranked = {
+        0: [r for r in spares if r.state in SHUTTING and r.null_role == role],
+        1: [r for r in spares if r.state is S.SHUTTING_NULL],
+        2: [r for r in spares if r.state is S.INACTIVE and r.worker == "attached"],
+    }
+    return next((found[0] for found in ranked.values() if found), None)
+
+
+# All, in turn.
+
+
+def _roll(turn: Turn) -> None:
+    """Begins the next restarts: one of each role at a time, one stand-in at a time, and the
+    spares last, since they stand in for the others."""
+    node = turn.state.node
+    if not node.rolling:
+        return
+    replicas = list(turn.state.replicas.values())
+    waiting = [r for r in replicas if node.rolling.get(r.id) == r.epoch and not r.restart_epoch]
+    busy = {r.role for r in replicas if r.restart_epoch}
+    if not waiting and not any(r.restart_epoch for r in replicas if r.id in node.rolling):
+        turn.emit(ev.RollingRestartEnded(""))
+        return
+    serving = [r for r in waiting if r.role != "spare"]
+    for replica in serving or waiting:
+        if replica.role in busy or replica.stands_in or replica.state in IN_PAIR:
+            continue
+        if any(r.stands_in for r in replicas):
+            break
+        _begin(turn, replica, node.rolling_drain_ms)
+        busy.add(replica.role)
+        _restart(turn, replica)

@@ -1,0 +1,132 @@
+"""Scaling to the counts that an operator wants, and the choice of who comes and who goes."""
+
+from blitzd.control import moves
+from blitzd.control.moves import SERVING_AS, SHUTTING, STOPPABLE_LOADS, named, refuse
+from blitzd.control.turn import Turn
+from blitzd.events import types as ev
+from blitzd.fsm import Replica, ReplicaState
+
+S = ReplicaState
+
+
+def scale_requested(turn: Turn, wanted: ev.ScaleRequested) -> None:
+    total = len(turn.state.replicas)
+    counts = (wanted.prefill, wanted.decode)
+    if min(counts) < 1 or sum(counts) > total:
+        reason = (
+            f"prefill={wanted.prefill}, decode={wanted.decode}: at least 1 of each and no more"
+            f" than the {total} replicas together are accepted"
+        )
+        field = "prefill" if wanted.prefill < 1 else "decode"
+        moves.refuse_value(turn, "scale", "", field, reason)
+    elif counts != (turn.state.node.wanted_prefill, turn.state.node.wanted_decode):
+        turn.emit(ev.ScaleSet(*counts))
+
+
+def remove_requested(turn: Turn, wanted: ev.RemoveRequested) -> None:
+    """One less of its role, and this one is it."""
+    replica = named(turn, "remove", wanted.replica)
+    if replica is None or replica.role == "spare":
+        return
+    node = turn.state.node
+    counts = {
+        "prefill": node.wanted_prefill or _count(turn, "prefill"),
+        "decode": node.wanted_decode or _count(turn, "decode"),
+    }
+    if replica.role not in counts or replica.stands_in or replica.state not in _REMOVABLE:
+        refuse(turn, "remove", replica.id, f"it is {replica.state} and cannot be removed now")
+        return
+    counts[replica.role] -= 1
+    serving = _of_role(turn, replica.role, SERVING_AS[replica.role])
+    if not any(other is not replica for other in serving):
+        reason = f"no other {replica.role} replica serves"
+        refuse(turn, "remove", replica.id, reason)
+    else:
+        turn.emit(ev.ScaleSet(counts["prefill"], counts["decode"]))
+        moves.lower(turn, replica, "scale")
+
+
+_REMOVABLE = (S.INACTIVE, S.FAILED, *STOPPABLE_LOADS, S.PREFILL, S.DECODE)
+
+
+def scale(turn: Turn) -> None:
+    """Moves towards the wanted counts: mutate, then up, then down, one ladder for both roles.
+    Does nothing while no counts are wanted."""
+    node = turn.state.node
+    if not node.wanted_prefill or node.phase != "running":
+        return
+    missing = {
+        "prefill": node.wanted_prefill - _count(turn, "prefill"),
+        "decode": node.wanted_decode - _count(turn, "decode"),
+    }
+    while missing["prefill"] < 0 < missing["decode"] and _mutate_one(turn):
+        missing["prefill"] += 1
+        missing["decode"] -= 1
+    for role in ("decode", "prefill"):
+        while missing[role] > 0 and _raise_one(turn, role):
+            missing[role] -= 1
+        while missing[role] < 0 and _lower_one(turn, role):
+            missing[role] += 1
+
+
+def _count(turn: Turn, role: str) -> int:
+    """Those that have the role or are on the way to it, without those that only stand in."""
+    stand_ins = sum(
+        bool(r.stands_in) and r.role == role
+        for r in map(turn.state.replicas.__getitem__, turn.state.index.restarting)
+    )
+    return turn.state.index.roles[role] - stand_ins
+
+
+def _of_role(turn: Turn, role: str, *states: ReplicaState) -> list[Replica]:
+    return [r for r in turn.state.in_states(*states, role=role) if not r.stands_in]
+
+
+def _idlest(turn: Turn, replicas: list[Replica]) -> Replica | None:
+    """An idle one if there is one, else the one with the fewest blocks reserved."""
+    return min(replicas, key=lambda r: (turn.state.blocks_reserved(r.id), r.id), default=None)
+
+
+def _mutate_one(turn: Turn) -> bool:
+    chosen = _idlest(turn, _of_role(turn, "prefill", S.PREFILL))
+    if chosen is None:
+        return False
+    turn.emit(ev.MutationStarted(chosen.id, chosen.epoch, "decode"))
+    return True
+
+
+def _spare(turn: Turn, *states: ReplicaState) -> list[Replica]:
+    return [r for r in turn.state.in_states(*states, role="spare") if not r.cordoned]
+
+
+def _raise_one(turn: Turn, role: str) -> bool:
+    shutting = [r for r in _spare(turn, *SHUTTING) if r.null_role == role]
+    nulls = _spare(turn, S.SHUTTING_NULL)
+    inactive = _spare(turn, S.INACTIVE)
+    if shutting:
+        revived = _idlest(turn, shutting)
+        assert revived is not None
+        moves.revive(turn, revived)
+    elif nulls:
+        # One that had the role before needs no change of its guard.
+        chosen = min(nulls, key=lambda r: (r.null_role != role, r.null_ns, r.id))
+        moves.reuse(turn, chosen, role)
+    elif inactive:
+        turn.emit(ev.RoleAssigned(inactive[0].id, role))
+    else:
+        return False
+    return True
+
+
+def _lower_one(turn: Turn, role: str) -> bool:
+    """What serves nothing yet goes first, the farthest from it before others, then what is
+    idle, then what has least to finish; never the last that serves."""
+    pending = _of_role(turn, role, S.INACTIVE, S.FAILED, *STOPPABLE_LOADS)
+    if pending:
+        chosen = min(pending, key=lambda r: (r.state in STOPPABLE_LOADS, r.layers_ready, r.id))
+        return moves.lower(turn, chosen, "scale")
+    serving = _of_role(turn, role, SERVING_AS[role])
+    idlest = _idlest(turn, serving)
+    if idlest is None or len(serving) < 2:
+        return False
+    return moves.lower(turn, idlest, "scale")
