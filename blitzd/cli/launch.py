@@ -27,7 +27,7 @@ from blitzd.http.server import Serving, serve
 from blitzd.node.config import NodeConfig
 from blitzd.node.daemon import NodeDaemon
 from blitzd.node.notify import Manager
-from blitzd.node.paths import default_state_dir
+from blitzd.node.paths import default_state_dir, publish_admin_socket
 
 Say = Callable[[str], None]
 Greet = Callable[[NodeDaemon, Serving], Coroutine[Any, Any, None]]
@@ -197,7 +197,7 @@ def _listening(daemon: NodeDaemon, settings: Settings) -> AbstractAsyncContextMa
         host=http.host,
         port=http.port,
         admin_port=admin.port,
-        admin_socket=Path(admin.socket) if admin.socket else None,
+        admin_socket=publish_admin_socket(daemon.config.state_dir, admin.socket),
         limits=limits,
     )
 

@@ -100,7 +100,7 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
     port: Port = 11237
     """Of the admin API, on 127.0.0.1; it has no authentication. 0: any that is free."""
     socket: str = ""
-    """A unix socket (mode 0660) for the admin API beside the port. Empty: none."""
+    """Of the admin API beside the port, mode 0660. Empty: in the runtime directory."""
 
 
 class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):

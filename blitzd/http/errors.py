@@ -6,7 +6,7 @@ from http import HTTPStatus
 import msgspec
 from aiohttp import web
 
-from blitzd.node.face import GenerationFailed, RequestRefused
+from blitzd.node.face import CommandFailed, GenerationFailed, RequestRefused
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,8 @@ def as_api_error(failure: Exception) -> ApiError:
         case RequestRefused():
             retry = {"Retry-After": str(failure.retry_after_s)}
             return ApiError(failure.status, str(failure), code=failure.code, headers=retry)
+        case CommandFailed():
+            return ApiError(failure.status, str(failure), code=failure.code, param=failure.param)
         case GenerationFailed():
             retry = {"Retry-After": "1"}
             message = f"the generation failed: {failure}"

@@ -183,14 +183,14 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 
 def _parse(body: bytes, kind: type[RequestType], neutral: dict[str, Neutral]) -> RequestType:
-    raw = _object(body)
+    raw = parse_object(body)
     for name in [name for name in raw if name in neutral]:
         value = raw.pop(name)
         if value is not None and not neutral[name].accepts(value):
             raise unsupported(name, value, neutral[name])
     for name in raw:
         if name not in kind.__struct_fields__:
-            raise _unknown(name, [*kind.__struct_fields__, *neutral])
+            raise unknown_parameter(name, [*kind.__struct_fields__, *neutral])
     try:
         request = msgspec.convert(raw, kind)
     except msgspec.ValidationError as failure:
@@ -199,7 +199,8 @@ def _parse(body: bytes, kind: type[RequestType], neutral: dict[str, Neutral]) ->
     return request
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Raises ApiError (400)."""
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as failure:
@@ -214,7 +215,7 @@ def _object(body: bytes) -> dict[str, Any]:
     return raw
 
 
-def _unknown(name: str, known: list[str]) -> ApiError:
+def unknown_parameter(name: str, known: list[str]) -> ApiError:
     near = difflib.get_close_matches(name[:100], known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return bad_request(

@@ -14,6 +14,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from blitzd.http.admin import AdminRoutes
+from blitzd.http.admin_guard import refuse_strangers
+from blitzd.http.admin_verbs import AdminVerbs
 from blitzd.http.connection import Connection
 from blitzd.http.errors import as_api_error, bad_request
 from blitzd.http.limits import DEFAULT_LIMITS, Limits
@@ -39,11 +41,15 @@ def public_app(node: NodeFace, limits: Limits = DEFAULT_LIMITS) -> web.Applicati
     return app
 
 
-def admin_app(node: NodeFace, limits: Limits = DEFAULT_LIMITS) -> web.Application:
-    """The operator's API. It has no authentication: serve it where only operators are."""
+def admin_app(
+    node: NodeFace, limits: Limits = DEFAULT_LIMITS, host: str = "127.0.0.1"
+) -> web.Application:
+    """The operator's API. It has no authentication: serve it where only operators are.
+    `host` is the name that it is reached by, beside addresses and localhost."""
     app = _app(TaskOwner(), limits)
+    app.middlewares.append(refuse_strangers(host))
     admin = AdminRoutes(node, limits)
-    app.add_routes(admin.routes())
+    app.add_routes([*admin.routes(), *AdminVerbs(node, limits).routes()])
     app.on_shutdown.append(admin.end_followers)
     return app
 
@@ -125,7 +131,9 @@ async def serve(
     """
     async with AsyncExitStack() as stack:
         loop = asyncio.get_running_loop()
-        admin = await stack.enter_async_context(_running(admin_app(node, limits), limits))
+        admin = await stack.enter_async_context(
+            _running(admin_app(node, limits, admin_host), limits)
+        )
         public = await stack.enter_async_context(_running(public_app(node, limits), limits))
         servers = [
             await loop.create_server(lambda: Connection(public, loop, limits), host, port),

@@ -12,6 +12,7 @@ import anyio.to_thread
 
 import blitzd
 from blitzd.control.core import CORE_VERSION, Core
+from blitzd.control.policy import Policy
 from blitzd.engine.kv_geometry import BLOCK_TOKENS
 from blitzd.engine.layout import read_model_file
 from blitzd.engine.model_config import ModelConfig
@@ -21,9 +22,18 @@ from blitzd.events.json_form import record_json
 from blitzd.fsm import ReplicaState
 from blitzd.node.config import NodeConfig
 from blitzd.node.driver import Driver
-from blitzd.node.face import GenerateRequest, Generation, Health, ModelCard, Observations
+from blitzd.node.face import (
+    CommandFailed,
+    GenerateRequest,
+    Generation,
+    Health,
+    ModelCard,
+    Observations,
+    OperatorCommand,
+)
 from blitzd.node.journal import SEGMENT_BYTES, FileJournal
 from blitzd.node.observe import new_observations
+from blitzd.node.operator import input_of
 from blitzd.node.paths import runtime_dir
 from blitzd.node.restore import restore
 from blitzd.node.workers import WorkerPool
@@ -40,6 +50,9 @@ ADOPTED = frozenset(
         ReplicaState.SHUTTING_NULL,
     }
 )
+
+
+STATUS_OF_REFUSAL = {"invalid": 400, "unknown_replica": 404, "conflict": 409}
 
 
 class SystemClock:
@@ -90,8 +103,8 @@ class NodeDaemon:
             async with serve(self):
                 await self.driver.run(self.pool, boot)
                 await self.pool.close()
-                with contextlib.suppress(OSError):  # something else is in it
-                    runtime_dir(self.config.state_dir).rmdir()
+            with contextlib.suppress(OSError):  # something else is in it
+                runtime_dir(self.config.state_dir).rmdir()
         finally:
             await anyio.to_thread.run_sync(self._writer.close)
 
@@ -178,7 +191,27 @@ class NodeDaemon:
         )
 
     def state(self) -> dict[str, Any]:
-        return self.core.state.to_json()
+        # With the clock that deadlines are told by.
+        return self.core.state.to_json() | {"now_ns": self._clock.mono_ns()}
+
+    async def command(self, command: OperatorCommand) -> list[dict[str, Any]]:
+        records = await self.driver.command(input_of(command, self._clock.mono_ns()))
+        for record in records:
+            refused = record.payload
+            if isinstance(refused, ev.CommandRefused):
+                about = f"{refused.command} {refused.replica}".rstrip()
+                raise CommandFailed(
+                    f"{about}: {refused.reason}",
+                    status=STATUS_OF_REFUSAL[refused.code],
+                    code=refused.code,
+                    param=refused.field or None,
+                )
+        return [record_json(record) for record in records[1:]]
+
+    def policy(self) -> dict[str, dict[str, int]]:
+        now = dict(Policy.of(self.core.state.node.policy).pairs())
+        bounds = Policy.bounds().items()
+        return {name: {"value": now[name], "min": low, "max": high} for name, (low, high) in bounds}
 
     async def events(
         self, since: int, limit: int, follow: bool

@@ -22,7 +22,8 @@ from blitzd.events import types as ev
 from blitzd.events.record import Durability, Payload, Record
 from blitzd.events.snapshot import Snapshot
 from blitzd.fsm import Request, RequestState
-from blitzd.node.face import GenerateRequest, Observations, RequestRefused
+from blitzd.node.asked import Asked
+from blitzd.node.face import CommandFailed, GenerateRequest, Observations, RequestRefused
 from blitzd.node.live import LiveRequest
 from blitzd.node.ports import Clock, Journal, JournalUnavailable, Workers
 from blitzd.proto.blitzd.engine import v1 as pb
@@ -31,6 +32,8 @@ INBOX_BOUND = 4096
 TICK_S = 0.05
 QUIET_TICK_S = 0.5
 """While nothing runs that has a deadline."""
+COMMAND_DEADLINE_S = 10.0
+"""For the turn of an operator's command, its sync included."""
 GROUP_SYNC_S = 0.005
 """Half of the promised 10 ms, since the sync itself takes time."""
 
@@ -73,7 +76,10 @@ class Driver:
         self._stopped = False
         self._held: list[Command] = []
         self._unsynced = anyio.Event()
-        self._inbox_in, self._inbox = anyio.create_memory_object_stream[Payload | None](INBOX_BOUND)
+        self._inbox_in, self._inbox = anyio.create_memory_object_stream[Payload | Asked | None](
+            INBOX_BOUND
+        )
+        self._asked: set[Asked] = set()
         self._milestones: deque[Payload] = deque()
         """What tokens that clients have got already imply. Before anything else in the inbox:
         a request whose last token is out must not be failed because its worker then died.
@@ -97,6 +103,8 @@ class Driver:
         for live in list(self.live.values()):
             # Nobody reads the inbox any more, so these would wait for ever.
             live.abandon("draining", "the server has shut down")
+        for asked in self._asked:
+            asked.fail("the daemon stops", "stopping")
         await self._sync()
         await self._snapshot()
 
@@ -105,6 +113,29 @@ class Driver:
     async def post(self, payload: Payload) -> None:
         """Waits while the inbox is full, which slows the sender and loses nothing."""
         await self._inbox_in.send(payload)
+
+    async def command(self, payload: Payload) -> list[Record]:
+        """What the turn of an operator's command decided, once that is on disk. Raises
+        CommandFailed if it is not, or not known in time."""
+        if self._stopped:
+            raise CommandFailed("the daemon stops", status=503, code="stopping")
+        if self.read_only:
+            reason = f"the event log takes no records: {self.read_only}"
+            raise CommandFailed(reason, status=503, code="read_only")
+        asked = Asked(payload)
+        self._asked.add(asked)
+        try:
+            with anyio.fail_after(COMMAND_DEADLINE_S):
+                await self._inbox_in.send(asked)
+                return await asked.answer()
+        except TimeoutError:
+            reason = (
+                f"not decided within {COMMAND_DEADLINE_S:.0f} s; it may be yet: the event log"
+                " will say, and the command may be repeated"
+            )
+            raise CommandFailed(reason, status=503, code="not_decided") from None
+        finally:
+            self._asked.discard(asked)
 
     def _reached(self, milestone: Payload) -> None:
         self._milestones.append(milestone)
@@ -197,14 +228,16 @@ class Driver:
 
     # Turns.
 
-    async def _turns(self, payload: Payload | None) -> bool:
+    async def _turns(self, item: Payload | Asked | None) -> bool:
         """Milestones, then the input. True when the daemon is to stop."""
         while self._milestones:
             if await self._turn(self._milestones.popleft()):
                 return True
-        return payload is not None and await self._turn(payload)
+        if isinstance(item, Asked):
+            return await self._turn(item.payload, item)
+        return item is not None and await self._turn(item)
 
-    async def _turn(self, payload: Payload) -> bool:
+    async def _turn(self, payload: Payload, asked: Asked | None = None) -> bool:
         """One input. True when the daemon is to stop."""
         self.last_turn_ns = self._clock.mono_ns()
         step = self.core.step(payload, self.last_turn_ns, self._clock.wall_ns())
@@ -226,6 +259,8 @@ class Driver:
         if step.records:
             self.turned.set()
             self.turned = anyio.Event()
+        if asked is not None:
+            asked.decided(step, self.read_only)
         return any(isinstance(command, ShutDown) for command in commands)
 
     def _append(self, records: list[Record]) -> None:

@@ -9,20 +9,45 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from blitzd.engine.token_logprobs import TokenLogprobs
+from blitzd.node.operator import (
+    MAX_DEADLINE_S,
+    ROLES,
+    ChangePolicy,
+    Deactivate,
+    Drain,
+    Mutate,
+    OperatorCommand,
+    Remove,
+    Restart,
+    Scale,
+    Undrain,
+)
 
 __all__ = [
+    "MAX_DEADLINE_S",
+    "ROLES",
+    "ChangePolicy",
     "ChatTokenizer",
+    "CommandFailed",
+    "Deactivate",
     "Delta",
+    "Drain",
     "GenerateRequest",
     "Generation",
     "GenerationFailed",
     "Health",
     "HistogramData",
     "ModelCard",
+    "Mutate",
     "NodeFace",
     "Observations",
+    "OperatorCommand",
+    "Remove",
     "RequestRefused",
+    "Restart",
+    "Scale",
     "TokenLogprobs",
+    "Undrain",
 ]
 
 
@@ -86,6 +111,21 @@ class RequestRefused(Exception):
         self.status = status
         self.code = code
         self.retry_after_s = retry_after_s
+
+
+class CommandFailed(Exception):
+    """An operator's command that was refused, or whose outcome is not known.
+
+    `status` is the HTTP status that says it best (400 never accepted, 404 no such replica,
+    409 not in this state, 503 not decided or not on disk), `code` a stable word for
+    programs, `param` the field it was about.
+    """
+
+    def __init__(self, message: str, *, status: int, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
 
 
 class GenerationFailed(Exception):
@@ -164,6 +204,13 @@ class NodeFace(Protocol):
 
     def state(self) -> dict[str, Any]:
         """The folded state as `/admin/state` shows it (plain JSON types)."""
+
+    async def command(self, command: OperatorCommand) -> list[dict[str, Any]]:
+        """The events that it led to, in the form of `events`, once they are on disk; none if
+        there was nothing to change. Raises CommandFailed."""
+
+    def policy(self) -> dict[str, dict[str, int]]:
+        """The values that decisions depend on, by name: {value, min, max}."""
 
     def events(self, since: int, limit: int, follow: bool) -> AsyncGenerator[dict[str, Any], None]:
         """At most `limit` log records with seq > `since` as JSON objects {seq, wall_ns,

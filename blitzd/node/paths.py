@@ -32,3 +32,25 @@ def runtime_dir(state_dir: Path) -> Path:
     if path.stat().st_uid != os.getuid():
         raise PermissionError(f"{path} belongs to another user")
     return path
+
+
+def publish_admin_socket(state_dir: Path, configured: str = "") -> Path:
+    """Where the admin API listens on a unix socket: as configured, or else in the runtime
+    directory. A link in the state directory leads
+    there, so that a tool run by another user, or without the service's environment, finds
+    it; not the socket itself, since a state directory's path may be too long for one."""
+    socket = Path(configured).absolute() if configured else runtime_dir(state_dir) / "admin.sock"
+    link = state_dir / ADMIN_LINK
+    if not link.is_symlink() or link.readlink() != socket:
+        link.unlink(missing_ok=True)
+        link.symlink_to(socket)
+    return socket
+
+
+ADMIN_LINK = "admin.sock"
+
+
+def find_admin_socket(state_dir: Path) -> Path:
+    """Where the daemon of that state directory listens, or did. Raises FileNotFoundError
+    when none ever did."""
+    return (state_dir / ADMIN_LINK).readlink()

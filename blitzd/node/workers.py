@@ -56,7 +56,10 @@ class Worker:
         self.tasks: set[asyncio.Task[None]] = set()
         self.watched = asyncio.Event()
         """Its token stream is read. Requests wait for that: tokens nobody reads are gone."""
+        self.told_to_end = False
+        """Its streams break then, and that is no reason to kill it."""
         self.ending = False
+        """Nobody wants to hear of its exit."""
         self.why = ""
         """Why we ended it, if it was us."""
 
@@ -84,6 +87,8 @@ class Worker:
 
     def give_up(self, why: str) -> None:
         """Kills what does not answer; its exit then takes the usual way."""
+        if self.told_to_end:
+            return
         # Its death breaks streams and calls, which then come here too.
         self.why = self.why or why
         if self.process is not None:
@@ -176,7 +181,8 @@ class WorkerPool:
             worker.close()
             if not worker.ending:
                 reason = f"{how} ({worker.why})" if worker.why else how
-                log.warning("worker lost", replica=worker.replica, epoch=worker.epoch, how=reason)
+                tell = log.info if worker.told_to_end else log.warning
+                tell("worker ended", replica=worker.replica, epoch=worker.epoch, how=reason)
                 lost = ev.WorkerExited(worker.replica, worker.epoch, reason)
                 task = asyncio.ensure_future(self._reports.post(lost))
                 self._posting.add(task)
@@ -222,7 +228,7 @@ class WorkerPool:
     def _end(self, command: cmd.EndWorker, live: None) -> None:
         worker = self._workers.get((command.replica, command.epoch))
         if worker is not None and worker.process is not None:
-            worker.ending = True
+            worker.told_to_end, worker.ending = True, not command.report
             worker.start(worker.process.end(END_GRACE_S))
 
     # Adoption.

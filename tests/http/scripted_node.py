@@ -17,6 +17,7 @@ from blitzd.node.face import (
     HistogramData,
     ModelCard,
     Observations,
+    OperatorCommand,
     TokenLogprobs,
 )
 
@@ -99,6 +100,9 @@ class ScriptedNode:
     ends: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("finished", "failed", "cancelled", "rejected"), 0)
     )
+    commands: list[OperatorCommand] = field(default_factory=list)
+    decides: Callable[[OperatorCommand], list[dict[str, Any]]] = lambda command: []
+    """The events that a command leads to, or CommandFailed."""
     followers: int = 0
     made: int = 0
 
@@ -136,11 +140,22 @@ class ScriptedNode:
             by_state[state] += 1
         return {
             "seq": 7,
+            "now_ns": 1000,
             "hash": "ab" * 32,
             "replicas": [_replica("p0", "Prefill", len(self.open)), _replica("d0", "Decode", 0)],
             "queue": {"requests": by_state["queued"], "tokens": 5 * by_state["queued"]},
             "requests": by_state | self.ends,
             "links": [],
+        }
+
+    async def command(self, command: OperatorCommand) -> list[dict[str, Any]]:
+        self.commands.append(command)
+        return self.decides(command)
+
+    def policy(self) -> dict[str, dict[str, int]]:
+        return {
+            "drain_ms": {"value": 600_000, "min": 1, "max": 86_400_000},
+            "mutate_after_load": {"value": 0, "min": 0, "max": 1},
         }
 
     async def events(

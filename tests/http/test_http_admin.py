@@ -83,7 +83,7 @@ def test_bad_queries_are_refused_by_name(query: str, param: str) -> None:
     assert "accepted" in answer.error["message"]
 
 
-FOLLOW = b"GET /admin/events?follow=1&since=1 HTTP/1.1\r\nHost: x\r\n\r\n"
+FOLLOW = b"GET /admin/events?follow=1&since=1 HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def test_following_sends_what_is_appended_and_ends_with_the_client() -> None:
