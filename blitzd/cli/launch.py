@@ -83,7 +83,7 @@ def node_config(settings: Settings, state_dir: Path, say: Say) -> NodeConfig:
     return NodeConfig(
         state_dir=state_dir,
         model_dir=model_dir,
-        model_name=entry.name if entry else Path(settings.model.name).stem,
+        model_name=catalogue.served_name(settings.model.name),
         temperature=entry.temperature if entry else 1.0,
         prefill=counts.prefill,
         decode=counts.decode,
@@ -108,15 +108,17 @@ def node_config(settings: Settings, state_dir: Path, say: Say) -> NodeConfig:
 
 
 def _prepare(model: ModelSettings, devices: tuple[str, ...], say: Say) -> Path:
-    entry = catalogue.CATALOGUE.get(model.name)
-    if entry is not None and not catalogue.is_pulled(entry):
-        say(f"fetching {entry.name} ({entry.bytes >> 20} MiB, {entry.licence})")
-        catalogue.pull(model.name)
-    source = catalogue.resolve(model.name)
+    try:
+        source = catalogue.resolve(model.name)
+    except FileNotFoundError:
+        if not catalogue.can_pull(model.name):
+            raise
+        say(f"fetching {catalogue.describe(model.name)}")
+        source = catalogue.pull(model.name)
     dtype = model.dtype
     if dtype == "auto":
         dtype = "float32" if devices == ("cpu",) else "bfloat16"
-    say(f"model {source.name} as {dtype} on {', '.join(devices)}")
+    say(f"model {catalogue.served_name(model.name)} as {dtype} on {', '.join(devices)}")
     return prepare(source, dtype, catalogue.prepared_dir())
 
 

@@ -23,22 +23,27 @@ app = cyclopts.App(name="model", help="Fetch, list and look into models.")
 
 @app.command
 def pull(name: str, *, json: bool = False) -> int:
-    """Fetch a model of the catalogue into the user's cache.
+    """Fetch a model of the catalogue, or of the Hugging Face hub, into the user's cache.
+
+    Of a model of the hub only configuration, tokenizer, chat template and safetensors are
+    fetched, into the hub's own cache (HF_HOME); a broken download is taken up again.
 
     Parameters
     ----------
     name
-        As `blitzd model list` shows it.
+        As `blitzd model list` shows it, or hf:ORG/REPO, or hf:ORG/REPO@REVISION.
     json
         Print one JSON object.
     """
     try:
         path = catalogue.pull(name)
-    except (KeyError, catalogue.PullError, OSError) as error:
+    except (KeyError, ValueError, catalogue.PullError, OSError) as error:
         return _failed(error)
-    entry = catalogue.CATALOGUE[name]
+    entry = catalogue.CATALOGUE.get(name)
     if json:
-        _print_json({"name": name, "path": str(path), "licence": entry.licence})
+        _print_json({"name": name, "path": str(path), "licence": entry.licence if entry else ""})
+    elif entry is None:
+        print(path)
     else:
         print(f"{entry.name}: {entry.origin}")
         print(f"licence {entry.licence}, text in {path.with_name('LICENSE')}")
@@ -84,7 +89,8 @@ def inspect(model: str, *, json: bool = False) -> int:
     Parameters
     ----------
     model
-        A name of the catalogue, a GGUF file, a directory of safetensors, or a prepared one.
+        A name of the catalogue, hf:ORG/REPO, a GGUF file, a directory of safetensors, or a
+        prepared one.
     json
         Print one JSON object.
     """

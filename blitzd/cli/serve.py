@@ -46,8 +46,9 @@ def up(
     Parameters
     ----------
     model
-        A name of the catalogue (fetched if it is not here), or the path of a GGUF file or of
-        a directory with config.json and safetensors. Default: smollm2-135m.
+        A name of the catalogue or hf:ORG/REPO[@REVISION] of the Hugging Face hub (fetched if
+        it is not here), or the path of a GGUF file or of a directory with config.json and
+        safetensors. Default: smollm2-135m.
     host
         Where the OpenAI API listens; 127.0.0.1 by default. The admin API never leaves this
         machine.

@@ -40,8 +40,8 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     name: Text = catalogue.DEFAULT_MODEL
-    """A name of the catalogue (fetched if it is not here), or the path of a GGUF file or of a
-    directory with config.json and safetensors."""
+    """A name of the catalogue or hf:ORG/REPO[@REVISION] of the Hugging Face hub (fetched if it
+    is not here), or the path of a GGUF file or of a directory with config.json and safetensors."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV; auto: float32 on a CPU, bfloat16 on GPUs."""
 

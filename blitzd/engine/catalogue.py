@@ -85,10 +85,18 @@ def is_pulled(entry: CatalogueEntry) -> bool:
 
 
 def resolve(name_or_path: str) -> Path:
-    """The file or directory of a catalogue name or of a path.
+    """The file or directory of a catalogue name, of an hf: id or of a path.
 
-    Raises FileNotFoundError, saying what would help.
+    Raises FileNotFoundError, saying what would help, and ValueError for an hf: id that is none.
     """
+    if name_or_path.startswith("hf:"):
+        from blitzd.engine import hub
+
+        if (here := hub.cached(name_or_path)) is None:
+            raise FileNotFoundError(
+                f"{name_or_path} is not all here; fetch it with: blitzd model pull {name_or_path}"
+            )
+        return here
     entry = CATALOGUE.get(name_or_path)
     if entry is not None:
         if not is_pulled(entry):
@@ -99,14 +107,38 @@ def resolve(name_or_path: str) -> Path:
     path = Path(name_or_path).expanduser()
     if not path.exists():
         raise FileNotFoundError(
-            f"no model {name_or_path!r}: neither a path nor one of {', '.join(CATALOGUE)}"
+            f"no model {name_or_path!r}: neither a path, nor hf:ORG/REPO, nor one of "
+            f"{', '.join(CATALOGUE)}"
         )
     return path
 
 
+def served_name(name_or_path: str) -> str:
+    """What clients call a model that `resolve` knows."""
+    if name_or_path.startswith("hf:"):
+        return name_or_path.removeprefix("hf:").partition("@")[0]
+    path = Path(name_or_path).expanduser().absolute()
+    return path.stem if path.suffix == ".gguf" else path.name
+
+
+def can_pull(name_or_path: str) -> bool:
+    return name_or_path in CATALOGUE or name_or_path.startswith("hf:")
+
+
+def describe(name: str) -> str:
+    """For people who wait for it."""
+    entry = CATALOGUE.get(name)
+    return f"{name} ({entry.bytes >> 20} MiB, {entry.licence})" if entry else name
+
+
 def pull(name: str) -> Path:
-    """Fetches a model unless it is there. Raises KeyError for an unknown name, PullError
-    when the registry cannot be reached or what came is not what was expected."""
+    """Fetches a model of the catalogue unless it is there, or one of the hub. Raises KeyError
+    for an unknown name, ValueError for an hf: id that is none or a model that cannot run,
+    PullError when it cannot be had or what came is not what was expected."""
+    if name.startswith("hf:"):
+        from blitzd.engine import hub
+
+        return hub.pull(name)
     if name not in CATALOGUE:
         raise KeyError(f"no model {name!r} in the catalogue; known are {', '.join(CATALOGUE)}")
     entry = CATALOGUE[name]

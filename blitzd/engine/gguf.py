@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from blitzd.engine.bounded_files import check_file
 from blitzd.engine.dequantise import QUANT_TYPES, QuantType, dequantise, type_name
 
 MAX_ENTRIES = 1 << 16
@@ -59,9 +60,13 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        try:
+            size = check_file(path)
+        except ValueError as error:
+            raise GgufError(str(error)) from None
+        if size < 24:
+            raise GgufError(f"{path}: too short for a GGUF header")
         with path.open("rb") as handle:
-            if handle.seek(0, 2) < 24:
-                raise GgufError(f"{path}: too short for a GGUF header")
             self._map = mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
         try:
             reader = _Reader(self._map)

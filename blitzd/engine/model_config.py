@@ -6,6 +6,7 @@ can know a model without paying for one.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -57,19 +58,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_heads * self.head_dim
 
 
+LIMITS = {
+    "layers": 1024,
+    "hidden": 1 << 17,
+    "heads": 1024,
+    "kv_heads": 1024,
+    "head_dim": 1024,
+    "ffn": 1 << 20,
+    "vocab": 1 << 21,
+    "context_tokens": 1 << 26,
+}
+
+
 def check_config(config: ModelConfig) -> None:
     """Raises ValueError naming the first field that makes no sense."""
-    limits = {
-        "layers": 1024,
-        "hidden": 1 << 17,
-        "heads": 1024,
-        "kv_heads": 1024,
-        "head_dim": 1024,
-        "ffn": 1 << 20,
-        "vocab": 1 << 21,
-        "context_tokens": 1 << 26,
-    }
-    for field, limit in limits.items():
+    for field, limit in LIMITS.items():
         value = getattr(config, field)
         if not 1 <= value <= limit:
             raise ValueError(f"{field} is {value}; it must be between 1 and {limit}")
@@ -88,6 +91,8 @@ def check_config(config: ModelConfig) -> None:
             f"rope_factors has {len(config.rope_factors)} values; head_dim needs "
             f"{config.head_dim // 2}"
         )
+    if not all(1.0 <= factor < math.inf for factor in config.rope_factors):
+        raise ValueError(f"rope_factors has {min(config.rope_factors)}; at least 1 is needed")
     if config.sliding_window < 0:
         raise ValueError(f"sliding_window is {config.sliding_window}; 0 means no window")
     for token in config.eos_token_ids:

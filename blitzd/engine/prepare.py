@@ -26,6 +26,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from blitzd.engine.hub import name_of
 from blitzd.engine.layout import (
     FORMAT,
     Layout,
@@ -82,7 +83,8 @@ def prepare(source: Path, dtype: Dtype, cache_dir: Path) -> Path:
         if found != dtype:
             raise ValueError(f"{source} is prepared as {found}; {dtype} was asked for")
         return source
-    target = cache_dir / f"{source.stem}-{dtype}-{_fingerprint(source)}"
+    name = name_of(source) if source.is_dir() else source.stem
+    target = cache_dir / f"{name}-{dtype}-{_fingerprint(source)}"
     if _usable(target):
         return target
     cache_dir.mkdir(parents=True, exist_ok=True)
@@ -100,10 +102,10 @@ def open_source(path: Path) -> WeightSource:
 
     if not path.exists():
         raise FileNotFoundError(f"no model at {path}")
-    if path.is_file():
+    if not path.is_dir():
         return GgufSource(path)
     if (path / "config.json").exists():
-        return HfSource(path)
+        return HfSource(path, name_of(path))
     raise ValueError(
         f"{path} is no model: a GGUF file, a directory with config.json and safetensors, "
         "or a prepared directory is needed"
@@ -134,7 +136,7 @@ def build(source: WeightSource, dtype: Dtype, target: Path) -> None:
 
 def _fingerprint(source: Path) -> str:
     """Changes whenever a file of the model does; reads no weights."""
-    files = [source] if source.is_file() else sorted(source.glob("*"))
+    files = sorted(source.glob("*")) if source.is_dir() else [source]
     identity = [
         (str(path), stat.st_size, stat.st_mtime_ns) for path in files if (stat := path.stat())
     ]

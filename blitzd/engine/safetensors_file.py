@@ -7,6 +7,7 @@ and an index may only name files beside it. Format: the safetensors README.
 from __future__ import annotations
 
 import mmap
+import re
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +16,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from blitzd.engine.bounded_files import check_file, read_bytes
+
 MAX_HEADER = 64 << 20
 MAX_TENSORS = 1 << 16
+MAX_SHARDS = 1 << 10
+_SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
@@ -50,19 +55,30 @@ def open_tensors(directory: Path) -> dict[str, StoredTensor]:
         return _read_file(single)
     if not index.exists():
         raise SafetensorsError(f"{directory} has neither {single.name} nor {index.name}")
-    try:
-        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except msgspec.MsgspecError as error:
-        raise SafetensorsError(f"{index}: {error}") from error
+    weight_map = _weight_map(index)
     tensors: dict[str, StoredTensor] = {}
-    for name in sorted(set(weight_map.values())):
-        if Path(name).name != name:
-            raise SafetensorsError(f"{index} names {name!r}, which is not a file beside it")
-        tensors |= _read_file(directory / name)
+    for name in shard_names(index):
+        found = _read_file(directory / name)
+        if twice := found.keys() & tensors.keys():
+            raise SafetensorsError(f"{index}: tensor {min(twice)!r} is in two shards")
+        tensors |= found
     missing = weight_map.keys() - tensors.keys()
     if missing:
         raise SafetensorsError(f"{index}: tensor {min(missing)!r} is in none of the shards")
     return tensors
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that an index names, sorted: each beside it, each a .safetensors."""
+    names = sorted(set(_weight_map(index).values()))
+    if len(names) > MAX_SHARDS:
+        raise SafetensorsError(f"{index} names {len(names)} files; at most {MAX_SHARDS} are read")
+    for name in names:
+        if not _SHARD.fullmatch(name):
+            raise SafetensorsError(
+                f"{index} names {name!r}, which is not a .safetensors file beside it"
+            )
+    return names
 
 
 def read_rows(tensor: StoredTensor, start: int, stop: int) -> NDArray[Any]:
@@ -78,10 +94,21 @@ def read_rows(tensor: StoredTensor, start: int, stop: int) -> NDArray[Any]:
     return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return msgspec.json.decode(read_bytes(index), type=_Index).weight_map
+    except (OSError, ValueError, RecursionError) as error:
+        raise SafetensorsError(f"{index}: {error}") from error
+
+
 def _read_file(path: Path) -> dict[str, StoredTensor]:
+    try:
+        size = check_file(path)
+    except (OSError, ValueError) as error:
+        raise SafetensorsError(f"shard cannot be read: {error}") from error
+    if size < 8:
+        raise SafetensorsError(f"{path}: too short for a header")
     with path.open("rb") as handle:
-        if handle.seek(0, 2) < 8:
-            raise SafetensorsError(f"{path}: too short for a header")
         data = mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
     length = int.from_bytes(data[:8], "little")
     if length > min(MAX_HEADER, len(data) - 8):

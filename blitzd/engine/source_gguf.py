@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from blitzd.engine.gguf import GgufError, GgufFile, Value
 from blitzd.engine.gguf_tokenizer import tokenizer_json
 from blitzd.engine.layout import layout_of
-from blitzd.engine.model_config import Dtype, ModelConfig
+from blitzd.engine.model_config import Dtype, ModelConfig, check_config
 from blitzd.engine.prepare import Part
 
 ARCHITECTURES = ("llama", "qwen2")
@@ -119,6 +119,10 @@ class GgufSource:
         if "token_embd.weight" not in self.file.tensors:
             raise GgufError(f"{self._path}: tensor 'token_embd.weight' is missing")
         config = self.config("float32")
+        try:
+            check_config(config)
+        except ValueError as error:
+            raise GgufError(f"{self._path}: {error}") from None
         unused = set(self.file.tensors) - {_ROPE_FACTORS}
         for spec in layout_of(config).tensors:
             elements = 0

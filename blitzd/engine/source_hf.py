@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import math
-import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import tokenizers
 from numpy.typing import NDArray
 
+from blitzd.engine.bounded_files import MAX_TEXT, check_file, read_bytes, read_json, read_text
+from blitzd.engine.hf_config import HfConfig
 from blitzd.engine.layout import layout_of
-from blitzd.engine.model_config import Dtype, ModelConfig
+from blitzd.engine.model_config import Dtype, ModelConfig, check_config
 from blitzd.engine.prepare import Part
 from blitzd.engine.safetensors_file import open_tensors, read_rows
-
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-}
+from blitzd.engine.tokenizer_probe import probe
 
 _LAYER_TENSORS = {
     "attn_norm": ("input_layernorm.weight",),
@@ -42,47 +34,38 @@ _OTHER_TENSORS = {
 class HfSource:
     """Raises ValueError for what is not supported, naming it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, name: str) -> None:
         self._directory = directory
-        self._config = _json(directory / "config.json")
-        names = self._config.get("architectures") or [None]
-        if names[0] not in ARCHITECTURES:
-            raise ValueError(
-                f"{directory}: architecture {names[0]!r}; supported are {', '.join(ARCHITECTURES)}"
-            )
-        self._architecture = ARCHITECTURES[names[0]]
-        self._check_options()
+        self._name = name
+        self._config = HfConfig(directory)
+        self._tokenizer = directory / "tokenizer.json"
+        self._adds_bos = self._check_tokenizer()
         self._tensors = open_tensors(directory)
         self._check_tensors()
 
     def config(self, dtype: Dtype) -> ModelConfig:
-        heads, hidden = self._integer("num_attention_heads"), self._integer("hidden_size")
-        rope = self._config.get("rope_parameters") or self._config.get("rope_scaling") or {}
-        theta = float(rope.get("rope_theta", self._config.get("rope_theta", 10000.0)))
-        head_dim = self._integer("head_dim", hidden // max(heads, 1))
-        bos = self._config.get("bos_token_id")
-        tied = bool(self._config.get("tie_word_embeddings", False))
+        found = self._config
         return ModelConfig(
-            name=self._directory.name,
-            architecture=self._architecture,
-            layers=self._integer("num_hidden_layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=self._integer("num_key_value_heads", heads),
-            head_dim=head_dim,
-            ffn=self._integer("intermediate_size"),
-            vocab=self._integer("vocab_size"),
-            context_tokens=self._integer("max_position_embeddings"),
-            rope_theta=theta,
-            norm_eps=float(self._config.get("rms_norm_eps", 1e-6)),
+            name=self._name,
+            architecture=found.architecture,
+            layers=found.layers,
+            hidden=found.hidden,
+            heads=found.heads,
+            kv_heads=found.kv_heads,
+            head_dim=found.head_dim,
+            ffn=found.integer("intermediate_size"),
+            vocab=found.integer("vocab_size"),
+            context_tokens=found.integer("max_position_embeddings"),
+            rope_theta=found.rope_theta,
+            norm_eps=found.number("rms_norm_eps", 1e-6),
             dtype=dtype,
-            tied_head=tied,
-            qkv_bias="model.layers.0.self_attn.q_proj.bias" in self._tensors,
-            rope_factors=rope_factors(rope, theta, head_dim),
-            sliding_window=self._sliding_window(),
-            bos_token_id=bos if isinstance(bos, int) else None,
-            add_bos=isinstance(bos, int) and self._tokenizer_adds(bos),
-            eos_token_ids=self._end_tokens(),
+            tied_head=found.tied_head,
+            qkv_bias=found.architecture == "qwen2",
+            rope_factors=found.rope_factors,
+            sliding_window=found.sliding_window,
+            bos_token_id=found.bos_token_id,
+            add_bos=self._adds_bos,
+            eos_token_ids=found.end_tokens(),
         )
 
     def parts(self, tensor: str) -> list[Part]:
@@ -91,9 +74,9 @@ class HfSource:
             shape = self._tensors[name].shape
             heads = 0
             if ".q_proj." in name:
-                heads = self._integer("num_attention_heads")
+                heads = self._config.heads
             elif ".k_proj." in name:
-                heads = self._integer("num_key_value_heads", self._integer("num_attention_heads"))
+                heads = self._config.kv_heads
             parts.append(Part(name, shape[0] if len(shape) > 1 else 1, heads))
         return parts
 
@@ -101,29 +84,14 @@ class HfSource:
         return read_rows(self._tensors[name], start, stop)
 
     def write_tokenizer(self, directory: Path) -> None:
-        shutil.copyfile(self._directory / "tokenizer.json", directory / "tokenizer.json")
+        (directory / "tokenizer.json").write_bytes(read_bytes(self._tokenizer))
         template = self._chat_template()
         if template is not None:
             (directory / "chat_template.jinja").write_text(template)
 
-    def _check_options(self) -> None:
-        """Options that change the computation and that we do not have."""
-        accepted: dict[str, tuple[Any, ...]] = {
-            "hidden_act": (None, "silu"),
-            "mlp_bias": (None, False),
-            "use_sliding_window": (None, False),
-            "quantization_config": (None,),
-            "partial_rotary_factor": (None, 1.0),
-        }
-        if self._architecture != "qwen2":
-            accepted["attention_bias"] = (None, False)
-        for key, values in accepted.items():
-            found = self._config.get(key)
-            if found not in values:
-                raise ValueError(f"{self._directory}: {key} {found!r} is not supported")
-
     def _check_tensors(self) -> None:
         config = self.config("float32")
+        check_config(config)
         unused = {name for name in self._tensors if not name.endswith("rotary_emb.inv_freq")}
         if config.tied_head:
             unused.discard("lm_head.weight")
@@ -148,69 +116,30 @@ class HfSource:
         if unused:
             raise ValueError(f"{self._directory}: tensor {min(unused)!r} is not supported")
 
-    def _sliding_window(self) -> int:
-        # Qwen2 records a window that `use_sliding_window` leaves off.
-        window = None if self._architecture == "qwen2" else self._config.get("sliding_window")
-        return window if isinstance(window, int) else 0
-
-    def _end_tokens(self) -> tuple[int, ...]:
-        ends: set[int] = set()
-        for name in ("config.json", "generation_config.json"):
-            path = self._directory / name
-            value = _json(path).get("eos_token_id") if path.exists() else None
-            ends.update(i for i in (value if isinstance(value, list) else [value]) if i is not None)
-        return tuple(sorted(ends))
-
-    def _tokenizer_adds(self, bos: int) -> bool:
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(self._directory / "tokenizer.json"))
-        except Exception as error:  # the binding raises bare Exception
-            raise ValueError(f"{self._directory / 'tokenizer.json'}: {error}") from error
-        return bool(backend.encode("a", add_special_tokens=True).ids[:1] == [bos])
+    def _check_tokenizer(self) -> bool:
+        """Whether it puts the beginning-of-sequence token first."""
+        if not self._tokenizer.exists():
+            raise ValueError(f"{self._directory} has no tokenizer.json")
+        if check_file(self._tokenizer) > MAX_TEXT:
+            raise ValueError(f"{self._tokenizer} has more than {MAX_TEXT} bytes")
+        found = probe(self._tokenizer, self._config.bos_token_id)
+        vocab = self._config.integer("vocab_size")
+        if found.largest_id >= vocab:
+            raise ValueError(
+                f"{self._tokenizer}: token {found.largest_token!r} has the id "
+                f"{found.largest_id}; the model has {vocab}"
+            )
+        return found.adds_bos
 
     def _chat_template(self) -> str | None:
         own = self._directory / "chat_template.jinja"
         if own.exists():
-            return own.read_text()
+            return read_text(own)
         path = self._directory / "tokenizer_config.json"
-        found = _json(path).get("chat_template") if path.exists() else None
+        found = read_json(path).get("chat_template") if path.exists() else None
         if isinstance(found, list):
             found = next((t.get("template") for t in found if t.get("name") == "default"), None)
         return found if isinstance(found, str) else None
-
-    def _integer(self, key: str, default: int | None = None) -> int:
-        value = self._config.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{self._directory}: {key} is {value!r}; an integer is needed")
-        return value
-
-
-def rope_factors(rope: dict[str, Any], theta: float, head_dim: int) -> tuple[float, ...]:
-    """What divides each rotary frequency, for the scalings "linear" and "llama3" (Llama 3.1:
-    long wavelengths are stretched by `factor`, short ones kept, those between interpolated).
-    Raises ValueError for another scaling."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return ()
-    factor = float(rope.get("factor", 1.0))
-    if kind == "linear":
-        return (factor,) * (head_dim // 2)
-    if kind != "llama3":
-        raise ValueError(f"rope scaling {kind!r} is not supported; default, linear and llama3 are")
-    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-    original = float(rope["original_max_position_embeddings"])
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    # In float32 and by transformers' operations (torch divides a number by a tensor through
-    # the reciprocal), so that far positions are rotated by the same angle.
-    one = np.float32(1.0)
-    plain = one / (theta ** exponents.astype(np.float64)).astype(np.float32)
-    wavelengths = one / plain * np.float32(2 * math.pi)
-    smooth = (one / wavelengths * np.float32(original) - np.float32(low)) / np.float32(high - low)
-    between = (one - smooth) * plain / np.float32(factor) + smooth * plain
-    stretched = np.where(wavelengths > original / low, plain / np.float32(factor), between)
-    scaled = np.where(wavelengths < original / high, plain, stretched)
-    return tuple((plain.astype(np.float64) / scaled).tolist())
 
 
 def _names(tensor: str) -> list[str]:
@@ -218,13 +147,3 @@ def _names(tensor: str) -> list[str]:
         return [_OTHER_TENSORS[tensor]]
     _, index, kind = tensor.split(".")
     return [f"model.layers.{index}.{name}" for name in _LAYER_TENSORS[kind]]
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return value

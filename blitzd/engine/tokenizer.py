@@ -34,6 +34,9 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...],
         spelling: Spelling,
     ) -> None:
+        # What is too long is refused, not cut; and nothing is made longer than it is.
+        backend.no_truncation()
+        backend.no_padding()
         self._backend = backend
         self._spelling = spelling
         self._template = template
