@@ -39,12 +39,13 @@ def _heads(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
     }
 
 
+_ALL_SLIDE = {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 0}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 _LLAMA = (LlamaForCausalLM, LlamaConfig)
 _MISTRAL = (MistralForCausalLM, MistralConfig)
 _QWEN2 = (Qwen2ForCausalLM, Qwen2Config)
 MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    # Heads that share a KV head: 3, 1, 4, 2, 2, 8, 2, 8. Heads x size is not the hidden size
+    # Heads that share a KV head: 3, 1, 4, 2, 2, 8, 2, 2, 8. Heads x size is not the hidden size
     # in half of them.
     "llama tied": (*_LLAMA, TIED),
     "llama untied": (*_LLAMA, UNTIED | _heads(4, 4, 12)),
@@ -53,6 +54,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mistral": (*_MISTRAL, TIED | {"sliding_window": None} | _heads(4, 2, 16)),
     "mistral window": (*_MISTRAL, UNTIED | {"sliding_window": 21} | _heads(8, 1, 8)),
     "qwen2": (*_QWEN2, UNTIED | _heads(6, 3, 8)),
+    "qwen2 window": (*_QWEN2, UNTIED | _ALL_SLIDE | _heads(4, 2, 8)),
     "qwen2 tied": (*_QWEN2, TIED | {"num_hidden_layers": 2} | _heads(8, 1, 4)),
 }
 

@@ -109,8 +109,12 @@ def pull(name: str) -> Path:
 def _pull(wanted: HubId, api: HfApi) -> Path:
     from huggingface_hub.hf_api import RepoFile
 
+    # Fails at once where nobody answers; a listing would try for half a minute.
+    api.model_info(wanted.repo, revision=wanted.revision)
     commit = api.resolve_revision(wanted.repo, revision=wanted.revision).resolved
-    listing = islice(api.list_repo_tree(wanted.repo, revision=commit), MAX_FILES + 1)
+    listing = list(islice(api.list_repo_tree(wanted.repo, revision=commit), MAX_FILES + 1))
+    if len(listing) > MAX_FILES:
+        raise PullError(f"{wanted} has more than {MAX_FILES} files in its top folder")
     files = {found.path: found for found in listing if isinstance(found, RepoFile)}
     _check_listing(wanted, files)
     small = [one for one in (*NEEDED, *OPTIONAL, INDEX) if one in files]
@@ -128,8 +132,6 @@ def _pull(wanted: HubId, api: HfApi) -> Path:
 
 
 def _check_listing(wanted: HubId, files: dict[str, RepoFile]) -> None:
-    if len(files) > MAX_FILES:
-        raise PullError(f"{wanted} has more than {MAX_FILES} files in its top folder")
     if SINGLE not in files and INDEX not in files:
         others = [one for one in files if one.endswith((".bin", ".pth", ".pt", ".gguf"))]
         has = f"it has {', '.join(sorted(others)[:5])}" if others else "and no other weights"

@@ -110,7 +110,7 @@ def test_without_a_registry_the_error_says_what_to_do(
 def test_resolve_says_what_would_help(entry: CatalogueEntry, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="blitzd model pull small"):
         resolve("small")
-    with pytest.raises(FileNotFoundError, match="neither a path nor one of"):
+    with pytest.raises(FileNotFoundError, match="neither a path, nor hf:ORG/REPO, nor one"):
         resolve("smal")
     with pytest.raises(KeyError, match="known are"):
         pull("smal")

@@ -14,9 +14,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from blitzd.engine.batch import BatchLayout
+from blitzd.engine.hf_config import rope_factors
 from blitzd.engine.prepare import prepare
 from blitzd.engine.safetensors_file import SafetensorsError, open_tensors
-from blitzd.engine.source_hf import rope_factors
 from tests.engines import Engine, Sequence
 from tests.hf_models import LLAMA3, MODELS, save
 
@@ -150,5 +150,5 @@ def test_hostile_files_are_refused(tmp_path: Path, name: str) -> None:
 def test_an_index_stays_in_its_directory(tmp_path: Path) -> None:
     index = {"weight_map": {"x": "../secret.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(SafetensorsError, match="not a file beside it"):
+    with pytest.raises(SafetensorsError, match=r"not a \.safetensors file beside it"):
         open_tensors(tmp_path)
