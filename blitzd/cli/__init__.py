@@ -14,6 +14,13 @@ app = cyclopts.App(name="blitzd", help=blitzd.__doc__, version=blitzd.__version_
 for name, where, text in (
     ("up", "serve:up", "Serve a model with prefill and decode in processes of their own."),
     ("serve", "serve:serve", "The node daemon: settings from a file."),
+    ("status", "status:status", "Replicas, queue, drains and trouble of a running daemon."),
+    ("scale", "verbs:scale", "How many replicas of each role there are to be."),
+    ("drain", "verbs:drain", "Let a replica finish what it has and take nothing new."),
+    ("undrain", "verbs:undrain", "Let a drained replica serve again."),
+    ("restart", "verbs:restart", "Replace workers without losing a request."),
+    ("mutate", "verbs:mutate", "Give a replica another role."),
+    ("policy", "verbs:policy", "The numbers that decisions depend on."),
     ("config", "config:app", "Check settings, and show what they come to."),
     ("model", "model:app", "Fetch, list and look into models."),
     ("log", "log:app", "Look into the event log on disk, check it, repair it."),
