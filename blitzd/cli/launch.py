@@ -28,6 +28,7 @@ from blitzd.node.config import NodeConfig
 from blitzd.node.daemon import NodeDaemon
 from blitzd.node.notify import Manager
 from blitzd.node.paths import default_state_dir, publish_admin_socket
+from blitzd.node.worker_units import unit_dir
 
 Say = Callable[[str], None]
 Greet = Callable[[NodeDaemon, Serving], Coroutine[Any, Any, None]]
@@ -75,6 +76,8 @@ def node_config(settings: Settings, state_dir: Path, say: Say) -> NodeConfig:
     """With the model fetched and prepared, if it was not. Raises ValueError, OSError,
     TimeoutError, PullError."""
     engine, limits = settings.engine, settings.limits
+    if settings.node.spawn == "systemd":
+        unit_dir()  # a start outside of a unit is refused, with what is missing
     devices = devices_of(engine.device)
     model_dir = _prepare(settings.model, devices, say)
     _check_device(devices, engine, read_model_file(model_dir).config)

@@ -1,8 +1,8 @@
-"""A worker's process as the daemon sees it: start, notice its death at once, end it.
+"""A worker's process as the daemon sees it: notice its death at once, say how it died, end it.
 
 Workers are session leaders and outlive the daemon, so a worker may be a child or, after a
-restart of the daemon, somebody else's. A pidfd tells of the death of both, within
-milliseconds and without polling.
+restart of the daemon or as a unit, somebody else's. A pidfd tells of the death of all of them,
+within milliseconds and without polling.
 """
 
 import asyncio
@@ -10,17 +10,28 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+
+from blitzd.node.oom import OomKills, yield_memory_first
+
+Cause = Callable[[], Awaitable[str]]
+"""How a process that is not our child died; asked after its death."""
 
 
 class WorkerProcess:
     """`on_exit` is called once, in the event loop, when the process has died."""
 
-    def __init__(self, pid: int, on_exit: Callable[[str], None]) -> None:
+    def __init__(
+        self, pid: int, on_exit: Callable[[str], None], cause: Cause | None = None
+    ) -> None:
         """Raises ProcessLookupError when there is no such process."""
         self.pid = pid
         self._on_exit = on_exit
+        self._cause = cause
+        self._oom = OomKills(pid)
+        self._killed = False
+        self._asking: asyncio.Task[None] | None = None
         self._pidfd = os.pidfd_open(pid)
         self._exited = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._pidfd, self._died)
@@ -39,21 +50,38 @@ class WorkerProcess:
                 stderr=log_file,
                 start_new_session=True,
             )
+        with contextlib.suppress(OSError):  # it has ended already
+            yield_memory_first(process.pid)
         worker = cls(process.pid, on_exit)
         # Reaped in `_died`; Popen must not warn about a child that it still thinks runs.
         process.returncode = 0
         return worker
 
     def _died(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        how = "exited"
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._pidfd)
+        result = None
         with contextlib.suppress(ChildProcessError):
             result = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
-            if result is not None:
-                how = _describe(result)
         os.close(self._pidfd)
         self._exited.set()
-        self._on_exit(how)
+        if result is not None:
+            self._on_exit(self._describe(result))
+        elif self._cause is not None:
+            self._asking = loop.create_task(self._ask(self._cause))
+        else:
+            self._on_exit("exited")
+
+    async def _ask(self, cause: Cause) -> None:
+        self._on_exit(await cause())
+
+    def _describe(self, result: os.waitid_result) -> str:
+        if result.si_code == os.CLD_EXITED:
+            return f"exited with status {result.si_status}"
+        how = f"killed by {signal.Signals(result.si_status).name}"
+        if result.si_status == signal.SIGKILL and not self._killed and (why := self._oom.verdict()):
+            return f"{how} ({why})"
+        return how
 
     @property
     def alive(self) -> bool:
@@ -62,6 +90,7 @@ class WorkerProcess:
     def signal(self, number: signal.Signals) -> None:
         """Through the pidfd, so that a reused pid is never hit."""
         if self.alive:
+            self._killed |= number is signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
@@ -74,9 +103,3 @@ class WorkerProcess:
         except TimeoutError:
             self.signal(signal.SIGKILL)
             await self._exited.wait()
-
-
-def _describe(result: os.waitid_result) -> str:
-    if result.si_code == os.CLD_EXITED:
-        return f"exited with status {result.si_status}"
-    return f"killed by {signal.Signals(result.si_status).name}"

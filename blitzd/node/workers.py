@@ -8,6 +8,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -15,6 +16,7 @@ from grpclib.client import Channel
 
 from blitzd.control import commands as cmd
 from blitzd.events import types as ev
+from blitzd.node import worker_units
 from blitzd.node.config import NodeConfig
 from blitzd.node.health_watch import HealthWatch
 from blitzd.node.live import LiveRequest
@@ -25,7 +27,7 @@ from blitzd.node.worker_calls import (
     WorkerCalls,
     describe_failure,
 )
-from blitzd.node.worker_process import WorkerProcess
+from blitzd.node.worker_process import Cause, WorkerProcess
 from blitzd.proto.blitzd.engine import v1 as pb
 
 END_GRACE_S = 3.0
@@ -42,6 +44,7 @@ class Worker:
         self.replica = replica
         self.epoch = epoch
         self.socket = socket
+        self.name = socket.stem
         self.process: WorkerProcess | None = None
         self.channel = Channel(path=str(socket))
         self.stub = pb.EngineStub(self.channel)
@@ -108,7 +111,8 @@ class WorkerPool:
         self._runtime_dir = runtime_dir
         self._reports = reports
         self._workers: dict[tuple[str, int], Worker] = {}
-        self._posting: set[asyncio.Task[None]] = set()
+        self._starting: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._performers: dict[type, Callable[..., None]] = {
             cmd.SpawnWorker: self._spawn,
             cmd.EndWorker: self._end,
@@ -127,9 +131,12 @@ class WorkerPool:
 
     async def close(self) -> None:
         """Ends every worker. Returns when the processes are gone."""
+        for worker in self._workers.values():
+            worker.ending = True
+        if self._starting:  # a unit that is being started has no process to end yet
+            await asyncio.wait(self._starting, timeout=2 * worker_units.START_S)
         async with asyncio.TaskGroup() as ends:
             for worker in list(self._workers.values()):
-                worker.ending = True
                 if worker.process is not None:
                     ends.create_task(worker.process.end(END_GRACE_S))
         for worker in self._workers.values():
@@ -142,16 +149,39 @@ class WorkerPool:
 
     def _spawn(self, command: cmd.SpawnWorker, live: None) -> None:
         worker = self._enlist(command.replica, command.epoch)
-        name = f"{command.replica}-{command.epoch}"
+        if self._config.spawn == "systemd":
+            start = asyncio.ensure_future(self._start_unit(worker))
+            self._starting.add(start)
+            start.add_done_callback(self._starting.discard)
+            return
         options = self._options(command.replica, command.epoch)
         argv = [sys.executable, "-m", "blitzd", "worker", *options]
-        log_path = self._config.state_dir / "workers" / f"{name}.log"
+        log_path = self._config.state_dir / "workers" / f"{worker.name}.log"
         try:
             worker.process = WorkerProcess.start(argv, log_path, self._exit_of(worker))
         except OSError as error:
             self._exit_of(worker)(f"could not be started: {error}")
             return
         worker.start(self._attach(worker))
+
+    async def _start_unit(self, worker: Worker) -> None:
+        exited = self._exit_of(worker)
+        options = self._options(worker.replica, worker.epoch)
+        try:
+            pid = await worker_units.start(worker.name, options)
+            worker.process = WorkerProcess(pid, exited, self._cause(worker))
+        except (worker_units.UnitFailed, OSError, ValueError) as error:
+            exited(f"could not be started: {error}")
+            return
+        if worker.ending or worker.told_to_end:
+            await worker.process.end(END_GRACE_S)
+        else:
+            worker.start(self._attach(worker))
+
+    def _cause(self, worker: Worker) -> Cause | None:
+        """A unit is no child of ours; only the manager knows how it died."""
+        by_systemd = self._config.spawn == "systemd"
+        return partial(worker_units.cause, worker.name) if by_systemd else None
 
     def _options(self, replica: str, epoch: int) -> list[str]:
         config = self._config
@@ -176,19 +206,25 @@ class WorkerPool:
         def exited(how: str) -> None:
             self._workers.pop((worker.replica, worker.epoch), None)
             # A worker that was killed leaves its sockets: its own and that of its KV arena.
-            for socket in self._runtime_dir.glob(f"{worker.socket.stem}.*sock"):
+            for socket in self._runtime_dir.glob(f"{worker.name}.*sock"):
                 socket.unlink(missing_ok=True)
             worker.close()
+            if self._config.spawn == "systemd":
+                self._background(worker_units.forget(worker.name))
             if not worker.ending:
                 reason = f"{how} ({worker.why})" if worker.why else how
                 tell = log.info if worker.told_to_end else log.warning
                 tell("worker ended", replica=worker.replica, epoch=worker.epoch, how=reason)
                 lost = ev.WorkerExited(worker.replica, worker.epoch, reason)
-                task = asyncio.ensure_future(self._reports.post(lost))
-                self._posting.add(task)
-                task.add_done_callback(self._posting.discard)
+                self._background(self._reports.post(lost))
 
         return exited
+
+    def _background(self, work: Awaitable[None]) -> None:
+        """What outlives the worker that it is about."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _attach(self, worker: Worker) -> None:
         assert worker.process is not None
@@ -227,9 +263,10 @@ class WorkerPool:
 
     def _end(self, command: cmd.EndWorker, live: None) -> None:
         worker = self._workers.get((command.replica, command.epoch))
-        if worker is not None and worker.process is not None:
+        if worker is not None:
             worker.told_to_end, worker.ending = True, not command.report
-            worker.start(worker.process.end(END_GRACE_S))
+            if worker.process is not None:
+                worker.start(worker.process.end(END_GRACE_S))
 
     # Adoption.
 
@@ -238,7 +275,7 @@ class WorkerPool:
         as one would be now, and has the model that is wanted (empty: none). Ends it otherwise."""
         worker = self._enlist(replica, epoch)
         try:
-            worker.process = WorkerProcess(pid, self._exit_of(worker))
+            worker.process = WorkerProcess(pid, self._exit_of(worker), self._cause(worker))
         except ProcessLookupError:
             self._forget(worker)
             return False

@@ -1,0 +1,63 @@
+"""Whether the kernel killed a process for lack of memory. Only its counters say so: the
+signal is the same as anybody's."""
+
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+WORKER_SCORE_ADJ = 500
+"""Of 1000. When memory runs out a worker goes before the daemon: it is replaced, its requests
+are known. Half, so that a small worker still outlives a process that took everything."""
+
+_told: dict[Path, int] = {}
+"""Kills that a counter had when we first saw it, and those since that were told."""
+
+
+class OomKills:
+    """The counter of the memory cgroup that a process is in now."""
+
+    def __init__(self, pid: int) -> None:
+        self._file = _counter(pid)
+        if self._file is not None and (count := self._read()) is not None:
+            _told.setdefault(self._file, count)
+
+    def verdict(self) -> str:
+        """What to say of a SIGKILL that came since."""
+        count = self._read()
+        if count is None or self._file is None:
+            return "possibly out of memory"
+        if count <= _told.setdefault(self._file, count):
+            return ""
+        # One kill is one death, when workers share a cgroup.
+        _told[self._file] += 1
+        return f"out of memory: {self._file} counts another kill"
+
+    def _read(self) -> int | None:
+        if self._file is None:
+            return None
+        try:
+            lines = dict(line.split() for line in self._file.read_text().splitlines())
+            return int(lines["oom_kill"])
+        except (OSError, ValueError, KeyError):
+            return None
+
+
+def _counter(pid: int) -> Path | None:
+    """memory.events of cgroup v2, memory.oom_control of v1: whichever the process has."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control"
+    for line in lines:
+        if line.startswith("0::"):
+            return CGROUPS / line[3:].lstrip("/") / "memory.events"
+    return None
+
+
+def yield_memory_first(pid: int) -> None:
+    """Raises OSError."""
+    Path(f"/proc/{pid}/oom_score_adj").write_text(str(WORKER_SCORE_ADJ))
