@@ -38,7 +38,7 @@ chaos: venv
 proto: venv
 	$(BIN)/python scripts/generate_proto.py
 
-# The pages that follow from the code: states.md, events.md.
+# The pages that follow from the code: states.md, events.md, config.md.
 docs: venv
 	$(BIN)/python scripts/generate_docs.py
 

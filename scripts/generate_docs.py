@@ -1,10 +1,19 @@
 """Writes the pages of docs/ that follow from the code: `python scripts/generate_docs.py`
 (`make docs`). A test fails when what is committed is not what this gives."""
 
+import ast
+import inspect
 from collections.abc import Iterable
 from inspect import cleandoc
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
+import msgspec
+
+from blitzd.cli import settings
+from blitzd.cli.settings_layers import KEYS, SECTIONS
+from blitzd.control import policy
 from blitzd.control.explain_rules import RULES
 from blitzd.events.record import REGISTRY, Durability, Kind, Payload
 from blitzd.fsm import request, table
@@ -136,7 +145,61 @@ def _id(cls: type[Payload]) -> int:
     return cls.type_id
 
 
-PAGES = {"states.md": states_page, "events.md": events_page}
+def config_page() -> str:
+    lines = [
+        "# Settings",
+        "",
+        GENERATED.format(source="blitzd/cli/settings.py and blitzd/control/policy.py"),
+        "",
+        *cleandoc(CONFIG_INTRODUCTION).split("\n"),
+    ]
+    words = _attribute_docs(settings) | _attribute_docs(policy)
+    classes = {field.name: field.type for field in msgspec.structs.fields(settings.Settings)}
+    for section in SECTIONS:
+        lines += ["", f"## [{section}]", "", "| key | default | accepted | |", "|---|---|---|---|"]
+        for key in (key for key in KEYS.values() if key.section == section):
+            default = f"`{msgspec.json.encode(key.default).decode()}`"
+            text = words.get((classes[section].__name__, key.name), "")
+            lines.append(f"| `{key.name}` | {default} | {key.accepted} | {text} |")
+    return "\n".join([*lines, ""])
+
+
+CONFIG_INTRODUCTION = """
+    A setting is `section.key`. Four places can set it, each over the one before:
+
+    1. the default below;
+    2. the file of `blitzd serve -c FILE` (TOML; `systemd/blitzd.toml` is an annotated example);
+    3. the environment: `BLITZD_SECTION__KEY`, such as `BLITZD_HTTP__PORT=8000`;
+    4. the command line: `--set section.key=value`, and the options of `blitzd up`, which is
+       `blitzd serve` without a file, with options for what one changes first.
+
+    In the environment and on the command line a value is what it would be in the file; strings need
+    no quotes there. An unknown name is an error that suggests the nearest one. A wrong value is an
+    error that names the key, the value and what is accepted. All errors are told at once, with exit
+    code 2; nothing is ignored.
+
+    `blitzd config check FILE` says what is wrong with a file. `blitzd config show` prints the
+    settings that `blitzd serve` would have with the same options and environment, each with where
+    it comes from; what it prints is a file again. A change takes effect with the next start.
+"""
+
+
+def _attribute_docs(module: ModuleType) -> dict[tuple[str, str], str]:
+    """(class, attribute): the string after it, on one line."""
+    found = {}
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.ClassDef):
+            for one, after in pairwise(node.body):
+                match one, after:
+                    case (
+                        ast.AnnAssign(target=ast.Name(id=name)),
+                        ast.Expr(value=ast.Constant(value=str(text))),
+                    ):
+                        found[node.name, name] = " ".join(text.split())
+    return found
+
+
+PAGES = {"states.md": states_page, "events.md": events_page, "config.md": config_page}
 
 
 if __name__ == "__main__":

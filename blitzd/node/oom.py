@@ -3,6 +3,8 @@ signal is the same as anybody's."""
 
 from pathlib import Path
 
+POSSIBLY = "possibly out of memory"
+
 CGROUPS = Path("/sys/fs/cgroup")
 
 WORKER_SCORE_ADJ = 500
@@ -25,7 +27,7 @@ class OomKills:
         """What to say of a SIGKILL that came since."""
         count = self._read()
         if count is None or self._file is None:
-            return "possibly out of memory"
+            return POSSIBLY
         if count <= _told.setdefault(self._file, count):
             return ""
         # One kill is one death, when workers share a cgroup.

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from blitzd.node.oom import OomKills, yield_memory_first
+from blitzd.node.oom import POSSIBLY, OomKills, yield_memory_first
 
 Cause = Callable[[], Awaitable[str]]
 """How a process that is not our child died; asked after its death."""
@@ -70,7 +70,7 @@ class WorkerProcess:
         elif self._cause is not None:
             self._asking = loop.create_task(self._ask(self._cause))
         else:
-            self._on_exit("exited")
+            self._on_exit(f"ended; an earlier daemon started it{self._out_of_memory()}")
 
     async def _ask(self, cause: Cause) -> None:
         self._on_exit(await cause())
@@ -79,9 +79,13 @@ class WorkerProcess:
         if result.si_code == os.CLD_EXITED:
             return f"exited with status {result.si_status}"
         how = f"killed by {signal.Signals(result.si_status).name}"
-        if result.si_status == signal.SIGKILL and not self._killed and (why := self._oom.verdict()):
-            return f"{how} ({why})"
-        return how
+        return how + self._out_of_memory() if result.si_status == signal.SIGKILL else how
+
+    def _out_of_memory(self) -> str:
+        """Even when we have killed it: what the kernel kills breaks its streams first, and for
+        that we kill."""
+        why = self._oom.verdict()
+        return f" ({why})" if why and not (self._killed and why == POSSIBLY) else ""
 
     @property
     def alive(self) -> bool:
