@@ -22,6 +22,7 @@ for name, where, text in (
     ("mutate", "verbs:mutate", "Give a replica another role."),
     ("policy", "verbs:policy", "The numbers that decisions depend on."),
     ("config", "config:app", "Check settings, and show what they come to."),
+    ("doctor", "doctor:doctor", "What this machine lacks, and how to mend it."),
     ("model", "model:app", "Fetch, list and look into models."),
     ("log", "log:app", "Look into the event log on disk, check it, repair it."),
     ("replay", "replay:replay", "Fold a log: states, stories, reasons, traces."),

@@ -19,26 +19,30 @@ class OomKills:
     """The counter of the memory cgroup that a process is in now."""
 
     def __init__(self, pid: int) -> None:
-        self._file = _counter(pid)
-        if self._file is not None and (count := self._read()) is not None:
-            _told.setdefault(self._file, count)
+        self.file = _counter(pid)
+        if self.file is not None and (count := self._read()) is not None:
+            _told.setdefault(self.file, count)
+
+    @property
+    def readable(self) -> bool:
+        return self._read() is not None
 
     def verdict(self) -> str:
         """What to say of a SIGKILL that came since."""
         count = self._read()
-        if count is None or self._file is None:
+        if count is None or self.file is None:
             return POSSIBLY
-        if count <= _told.setdefault(self._file, count):
+        if count <= _told.setdefault(self.file, count):
             return ""
         # One kill is one death, when workers share a cgroup.
-        _told[self._file] += 1
-        return f"out of memory: {self._file} counts another kill"
+        _told[self.file] += 1
+        return f"out of memory: {self.file} counts another kill"
 
     def _read(self) -> int | None:
-        if self._file is None:
+        if self.file is None:
             return None
         try:
-            lines = dict(line.split() for line in self._file.read_text().splitlines())
+            lines = dict(line.split() for line in self.file.read_text().splitlines())
             return int(lines["oom_kill"])
         except (OSError, ValueError, KeyError):
             return None
