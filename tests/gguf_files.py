@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from blitzd.engine.tokenizer import BYTE_OF_CHARACTER
 
+Pieces = list[tuple[str, float, int]]
+"""(text, score, type) of each."""
 QuantisedTensor = tuple[NDArray[Any], GGMLQuantizationType]
 
 
@@ -42,24 +44,20 @@ def write_gguf(
     architecture: str = "llama",
     numbers: dict[str, int | float] | None = None,
     texts: dict[str, str] | None = None,
+    pieces: Pieces | None = None,
 ) -> Path:
-    """A complete file: a byte-level vocabulary, `numbers` under the architecture's prefix,
-    `texts` as they are."""
+    """A complete file: a byte-level vocabulary or SentencePiece's `pieces`, `numbers` under
+    the architecture's prefix, `texts` as they are."""
     writer = GGUFWriter(path, architecture)
     for key, value in (numbers or {}).items():
         add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
         add(f"{architecture}.{key}", value)
     for key, text in (texts or {}).items():
         writer.add_string(key, text)
-    writer.add_string("tokenizer.ggml.model", "gpt2")
-    if "tokenizer.ggml.pre" not in (texts or {}):
-        writer.add_string("tokenizer.ggml.pre", "gpt-2")
-    by_byte = sorted(BYTE_OF_CHARACTER, key=lambda character: BYTE_OF_CHARACTER[character])
-    tokens = [*by_byte, "he", "<|im_end|>", "<|im_start|>"]
-    writer.add_array("tokenizer.ggml.tokens", tokens)
-    writer.add_array("tokenizer.ggml.token_type", [1] * 257 + [3, 3])
-    writer.add_array("tokenizer.ggml.merges", ["h e"])
-    writer.add_uint32("tokenizer.ggml.eos_token_id", 257)
+    if pieces is None:
+        _add_byte_level(writer, pre="tokenizer.ggml.pre" not in (texts or {}))
+    else:
+        _add_pieces(writer, pieces)
     for name, (data, kind) in tensors.items():
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
@@ -67,6 +65,25 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_byte_level(writer: GGUFWriter, pre: bool) -> None:
+    writer.add_string("tokenizer.ggml.model", "gpt2")
+    if pre:
+        writer.add_string("tokenizer.ggml.pre", "gpt-2")
+    by_byte = sorted(BYTE_OF_CHARACTER, key=lambda character: BYTE_OF_CHARACTER[character])
+    tokens = [*by_byte, "he", "<|im_end|>", "<|im_start|>"]
+    writer.add_array("tokenizer.ggml.tokens", tokens)
+    writer.add_array("tokenizer.ggml.token_type", [1] * 257 + [3, 3])
+    writer.add_array("tokenizer.ggml.merges", ["h e"])
+    writer.add_uint32("tokenizer.ggml.eos_token_id", 257)
+
+
+def _add_pieces(writer: GGUFWriter, pieces: Pieces) -> None:
+    writer.add_string("tokenizer.ggml.model", "llama")
+    writer.add_array("tokenizer.ggml.tokens", [text for text, _, _ in pieces])
+    writer.add_array("tokenizer.ggml.scores", [float(score) for _, score, _ in pieces])
+    writer.add_array("tokenizer.ggml.token_type", [kind for _, _, kind in pieces])
 
 
 SHAPES: dict[str, int | float] = {

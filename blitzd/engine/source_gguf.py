@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blitzd.engine.gguf import GgufError, GgufFile, Value
-from blitzd.engine.gguf_tokenizer import tokenizer_json
+from blitzd.engine.gguf_tokenizer import special_ids, tokenizer_json
 from blitzd.engine.layout import layout_of
 from blitzd.engine.model_config import Dtype, ModelConfig, check_config
 from blitzd.engine.prepare import Part
@@ -61,7 +61,7 @@ class GgufSource:
         self._check_rope(head_dim)
         tokens = self._tokens()
         metadata = self.file.metadata
-        bos = metadata.get("tokenizer.ggml.bos_token_id")
+        bos, _, adds_bos = special_ids(metadata)
         return ModelConfig(
             name=str(metadata.get("general.name", self._path.stem)),
             architecture=self._architecture,
@@ -80,8 +80,8 @@ class GgufSource:
             qkv_bias="blk.0.attn_q.bias" in self.file.tensors,
             rope_factors=self._rope_factors(),
             sliding_window=self._integer("attention.sliding_window", 0),
-            bos_token_id=bos if isinstance(bos, int) else None,
-            add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
+            bos_token_id=bos,
+            add_bos=adds_bos,
             eos_token_ids=self._end_tokens(tokens),
             licence=str(metadata.get("general.license", "")),
         )
@@ -179,11 +179,9 @@ class GgufSource:
 
     def _end_tokens(self, tokens: list[Any]) -> tuple[int, ...]:
         kinds = self.file.metadata.get("tokenizer.ggml.token_type")
-        ends = {
-            value
-            for key in ("eos_token_id", "eot_token_id")
-            if isinstance(value := self.file.metadata.get(f"tokenizer.ggml.{key}"), int)
-        }
+        _, eos, _ = special_ids(self.file.metadata)
+        turn = self.file.metadata.get("tokenizer.ggml.eot_token_id")
+        ends = {value for value in (eos, turn) if isinstance(value, int)}
         if isinstance(kinds, list) and len(kinds) == len(tokens):
             control = 3
             named = set(END_TOKENS)

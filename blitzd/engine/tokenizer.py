@@ -33,12 +33,14 @@ class Tokenizer:
         add_bos: bool,
         eos_token_ids: tuple[int, ...],
         spelling: Spelling,
+        strips_space: bool,
     ) -> None:
         # What is too long is refused, not cut; and nothing is made longer than it is.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._spelling = spelling
+        self._strips_space = strips_space
         self._template = template
         self._bos = backend.id_to_token(bos_token_id) if bos_token_id is not None else None
         self._bos_id = bos_token_id if add_bos else None
@@ -55,7 +57,9 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         text = path.read_text()
         try:
-            spelling = _spelling(json.loads(text)["decoder"])
+            decoder = json.loads(text)["decoder"]
+            spelling = _spelling(decoder)
+            strips_space = any(one["type"] == "Strip" for one in decoder.get("decoders", []))
             backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the binding raises bare Exception
             raise ValueError(f"{path} cannot be used: {error}") from error
@@ -75,6 +79,7 @@ class Tokenizer:
             config.add_bos,
             eos,
             spelling,
+            strips_space,
         )
 
     @property
@@ -90,10 +95,10 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Without special tokens; what is not UTF-8 becomes U+FFFD. A SentencePiece text
-        loses the space that its encoding put first."""
+        """Without special tokens; what is not UTF-8 becomes U+FFFD. A text loses the space
+        that its encoding put first."""
         text = b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
-        return text.removeprefix(" ") if self._spelling == "sentencepiece" else text
+        return text.removeprefix(" ") if self._strips_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to the text: empty for a special one. A character may be spread
