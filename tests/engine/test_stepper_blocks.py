@@ -1,8 +1,10 @@
-"""No prompt, parameter mix or order of cancellations leaks a block: random schedules of
-everything that a worker's RPCs do to a stepper, also while a step is being computed."""
+"""No prompt, parameter mix or order of cancellations leaks a block or a slot for hidden
+states: random schedules of everything that a worker's RPCs do to a stepper, also while a step
+is being computed. Long ones over a model of dice, shorter ones over a real forward pass."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,35 +13,40 @@ from typing import Any
 import pytest
 import torch
 
+from blitzd.engine.arena import Arena
+from blitzd.engine.attention import TorchAttention
+from blitzd.engine.batch import BatchLayout
 from blitzd.engine.errors import InvalidField, NotHeld
-from blitzd.engine.executor import Executor
+from blitzd.engine.hidden_slots import HiddenSlots, SlotGeometry
+from blitzd.engine.kv_cache import KvCache
+from blitzd.engine.kv_geometry import KvGeometry
+from blitzd.engine.llama import Llama
 from blitzd.engine.stepper import Step, Stepper
 from blitzd.engine.tokenizer import Tokenizer
 from blitzd.proto.blitzd.engine import v1 as pb
 from blitzd.sched import BlockManager, NoRoom, Refused, Scheduler
+from tests.engine.scenario import STALE, CutExecutor
 from tests.tiny import END, make_tiny, tiny_config
 
 OPERATIONS = 10_000
+REAL_OPERATIONS = 1_500
+BATCH_TOKENS, BLOCK = 24, 4
 VOCAB = tiny_config().vocab
+HIDDEN = tiny_config().hidden
 
 
 class Dice:
-    """A model whose logits are drawn, and that fails now and then. Sampling, stop strings and
-    everything above it are real."""
+    """A model whose logits are drawn. Sampling, stop strings and everything above are real."""
 
-    config = SimpleNamespace(layers=1, hidden=1)
+    config = SimpleNamespace(layers=4, hidden=HIDDEN)
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self.failures = 0
 
     def embed(self, tokens: list[int]) -> torch.Tensor:
-        return torch.zeros(len(tokens), 1)
+        return torch.zeros(len(tokens), HIDDEN)
 
     def run_layers(self, hidden: torch.Tensor, *_: Any) -> torch.Tensor:
-        if float(torch.rand(1, generator=self._generator)) < 0.02:
-            self.failures += 1
-            raise RuntimeError("the dice fell off the table")
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -47,22 +54,45 @@ class Dice:
         logits[:, END] += 4  # an end about every ten tokens
         return logits
 
-    def plan(self, batch: Any) -> None:
+    def plan(self, batch: BatchLayout) -> None:
         """As the attention."""
 
 
+def real(directory: Path, blocks: int) -> tuple[Llama, TorchAttention]:
+    arena = Arena.open(directory)
+    geometry = KvGeometry.of(arena.config, blocks, BLOCK)
+    cache = KvCache(geometry, bytearray(geometry.bytes))
+    cache.tensor.fill_(STALE)
+    attention = TorchAttention(cache, arena.config.heads)
+    return Llama(arena.config, arena, attention), attention
+
+
+class FailingExecutor(CutExecutor):
+    """Fails now and then, between any two layers."""
+
+    failures = 0
+
+    def run_range(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._random.random() < 0.01:
+            self.failures += 1
+            raise RuntimeError("the dice fell off the table")
+        return super().run_range(*args, **kwargs)
+
+
 class Schedule:
-    def __init__(self, directory: Path, seed: int, blocks: int) -> None:
+    def __init__(self, directory: Path, seed: int, blocks: int, model: Any = None) -> None:
         self.random = random.Random(seed)
-        self.dice = Dice(seed)
-        self.stepper = Stepper(
-            Executor(self.dice, self.dice),  # type: ignore[arg-type]
-            Scheduler(
-                BlockManager(blocks, 4), context_tokens=40, max_batch_tokens=24, max_batch_size=6
-            ),
-            Tokenizer.from_dir(directory),
-            VOCAB,
+        dice = Dice(seed)
+        geometry = SlotGeometry(1, BATCH_TOKENS, HIDDEN, "float32")
+        self.slots = HiddenSlots(geometry, bytearray(geometry.bytes))
+        self.executor = FailingExecutor(*(model or (dice, dice)), self.slots, seed)
+        self.scheduler = Scheduler(
+            BlockManager(blocks, BLOCK),
+            context_tokens=40,
+            max_batch_tokens=BATCH_TOKENS,
+            max_batch_size=6,
         )
+        self.stepper = Stepper(self.executor, self.scheduler, Tokenizer.from_dir(directory), VOCAB)
         self.out: Step | None = None
         self.known: list[int] = []
         self.imports: list[int] = []
@@ -87,30 +117,60 @@ class Schedule:
             prompt_tokens=prompt,
             output_tokens=[self.random.randrange(256) for _ in range(output)],
             max_tokens=self.random.choice([0, 1, 2, 5, 12, 60]),
-            sampling=pb.Sampling(
-                temperature=self.random.choice([0.0, 0.7, 1.5, -1.0 if roll() < 0.1 else 1.0]),
-                seed=self.random.randrange(1 << 32),
-                stop=self.random.choice([[], ["a"], ["xy", "\n", "é"]]),
-                min_tokens=self.random.choice([0, 0, 3]),
-                ignore_eos=roll() < 0.3,
-            ),
+            sampling=self.sampling(),
+        )
+
+    def sampling(self) -> pb.Sampling:
+        """Any mix; now and then out of range."""
+        one_of, roll = self.random.choice, self.random.random
+        return pb.Sampling(
+            temperature=one_of([0.0, 0.7, 1.5, -1.0 if roll() < 0.1 else 1.0]),
+            seed=self.random.randrange(1 << 64),
+            stop=one_of([[], ["a"], ["xy", "\n", "é"]]),
+            stop_token_ids=one_of([[], [], [8, 9]]),
+            min_tokens=one_of([0, 0, 3]),
+            ignore_eos=roll() < 0.3,
+            top_k=one_of([0, 0, 1, 20]),
+            top_p=one_of([None, 0.9, 0.0, 1.2 if roll() < 0.1 else 1.0]),
+            min_p=one_of([0.0, 0.1]),
+            typical_p=one_of([None, 0.5]),
+            presence_penalty=one_of([0.0, 1.0]),
+            frequency_penalty=one_of([0.0, -1.0]),
+            repetition_penalty=one_of([None, 1.3]),
+            bias_token_ids=[7, END],
+            bias_values=one_of([[0.0, 0.0], [5.0, -100.0], [1.0]]) if roll() < 0.2 else [0.0, 0.0],
+            logprobs=one_of([None, None, 0, 3]),
+            prompt_logprobs=one_of([None, None, None, 1]),
         )
 
     # -- what an RPC, or the step loop, does ----------------------------------------------
 
     def add(self) -> None:
+        """One request, or the `n` choices of one: prompt and parameters again, another seed."""
         request = self.request()
-        try:
-            self.stepper.prefill(request, hold=self.random.random() < 0.4)
-        except (InvalidField, Refused, NoRoom) as error:
-            self.did(type(error).__name__)
-        else:
-            self.known.append(request.request_id)
-            self.did("added")
+        hold = self.random.random() < 0.4
+        for choice in range(self.random.choice([1, 1, 1, 3])):
+            if choice:
+                request = dataclasses.replace(
+                    request,
+                    request_id=self.next_id,
+                    sampling=dataclasses.replace(request.sampling, seed=choice),
+                )
+                self.next_id += 1
+                self.did("choice")
+            try:
+                self.stepper.prefill(request, hold)
+            except (InvalidField, Refused, NoRoom) as error:
+                self.did(type(error).__name__)
+            else:
+                self.known.append(request.request_id)
+                self.did("added")
 
     def begin(self) -> None:
         if self.out is None:
             self.out = self.stepper.begin()
+            if self.out is not None and self.out.plan.preempted:
+                self.did("preempted")
 
     def finish(self) -> None:
         if self.out is None:
@@ -123,6 +183,10 @@ class Schedule:
                 self.held.append(number)
         for _ in report.failed_ids:
             self.did("failed")
+        if any(report.cached_tokens):
+            self.did("cached")
+        if report.logprob_values:
+            self.did("logprobs")
 
     def some(self, numbers: list[int]) -> list[int]:
         chosen = self.random.sample(numbers, min(len(numbers), self.random.randrange(3)))
@@ -142,6 +206,8 @@ class Schedule:
                 self.stepper.resume([number])
             except Refused:
                 self.did("resume refused")
+            else:
+                self.did("resumed")
 
     def export(self) -> None:
         for number in self.some(self.held[-6:]):
@@ -181,12 +247,12 @@ class Schedule:
             self.stepper.reset()
             self.did("reset")
 
-    def run(self) -> None:
+    def run(self, count: int) -> None:
         operations = {
             self.begin: 12, self.finish: 12, self.add: 6, self.cancel: 2, self.release: 2,
             self.resume: 1, self.export: 1, self.reserve: 2, self.settle: 2, self.reset: 1,
         }  # fmt: skip
-        for number in range(OPERATIONS):
+        for number in range(count):
             self.random.choices(list(operations), list(operations.values()))[0]()
             if number % 16 == 0:
                 self.stepper.audit()
@@ -205,22 +271,39 @@ class Schedule:
         assert self.stepper.begin() is None
 
 
-@pytest.mark.parametrize(("seed", "blocks"), [(1, 12), (2, 40)])
-def test_blocks_in_use_are_zero_when_idle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, blocks: int
-) -> None:
-    quiet = SimpleNamespace(exception=lambda *args, **fields: None)
-    monkeypatch.setattr("blitzd.engine.stepper.log", quiet)
-    schedule = Schedule(make_tiny(tmp_path / "tiny"), seed, blocks)
-    schedule.run()
+EVERYTHING = (
+    "added", "choice", "STOP", "LENGTH", "HELD", "adopted", "released", "resumed", "exported",
+    "cancelled", "cancelled in a step", "InvalidField", "Refused", "import Refused", "reset",
+    "failed", "preempted", "cached", "logprobs",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = SimpleNamespace(exception=lambda *args, **fields: None)
+    monkeypatch.setattr("blitzd.engine.stepper.log", silent)
+
+
+def assert_nothing_is_left(schedule: Schedule, operations: int) -> None:
+    schedule.run(operations)
     schedule.drain()
     occupancy = schedule.stepper.occupancy
     assert (occupancy.running, occupancy.waiting, occupancy.blocks_used) == (0, 0, 0)
+    assert (schedule.scheduler.held, schedule.scheduler.reserved) == (0, 0)
+    assert schedule.slots.free == schedule.slots.geometry.slots
     schedule.stepper.audit()
-    seen = schedule.seen
-    assert schedule.dice.failures > 5 and seen["failed"] > 5
-    for what in (
-        "added", "STOP", "LENGTH", "HELD", "adopted", "released", "exported", "cancelled",
-        "cancelled in a step", "InvalidField", "Refused", "import Refused", "reset",
-    ):  # fmt: skip
-        assert seen.get(what, 0) > 0, f"the schedule never came to {what}: {seen}"
+    missing = [what for what in EVERYTHING if not schedule.seen.get(what)]
+    assert not missing, f"the schedule never came to {missing}: {schedule.seen}"
+    assert schedule.executor.failures > 5
+
+
+@pytest.mark.parametrize(("seed", "blocks"), [(1, 12), (3, 40)])
+def test_blocks_in_use_are_zero_when_idle(tmp_path: Path, seed: int, blocks: int) -> None:
+    schedule = Schedule(make_tiny(tmp_path / "tiny"), seed, blocks)
+    assert_nothing_is_left(schedule, OPERATIONS)
+
+
+def test_a_real_forward_pass_leaves_nothing_either(tmp_path: Path) -> None:
+    directory = make_tiny(tmp_path / "tiny")
+    schedule = Schedule(directory, 5, 14, real(directory, 14))
+    assert_nothing_is_left(schedule, REAL_OPERATIONS)
