@@ -1,4 +1,4 @@
-"""Records logs for the test corpus: `make logs`, or the script with [pairs] [restarts] [SEED ...].
+"""Records logs for the test corpus: `make logs`, or the script with [SCRIPT ...] [SEED ...].
 
 Each becomes tests/data/logs/v<core version>-<name>/: the first turns of that chaos run (or
 of a script, for what chaos does not do), put on disk by the log's own writer, and what they
@@ -27,8 +27,7 @@ from tests.corpus import LOGS, Expected
 
 RECORDS_MAX = 1100
 """Of a log. Enough for a state hash in it, small enough for a repository."""
-SCRIPTED = ("pairs", "restarts")
-USUAL = (*SCRIPTED, "1", "3", "40", "49")
+USUAL = ("pairs", "restarts", "resumes", "29", "52", "77")
 """Together they hold every type of record that the daemon writes."""
 
 SEGMENT_BYTES = 24 << 10
@@ -37,11 +36,10 @@ HASH_EVERY = 25
 
 
 def record(*names: str) -> None:
-    """Write one log for each seed, or script, replacing those of the same name; without
-    names, those that the corpus has of each version."""
-    scripts = dict(zip(SCRIPTED, (live_pairs, restarts), strict=True))
+    """Write one log for each seed or script, replacing those of the same name; without names,
+    those that the corpus has of each version."""
     for name in names or USUAL:
-        script = scripts.get(name)
+        script = SCRIPTS.get(name)
         records = script() if script else run_seed(int(name)).disk.records
         directory = LOGS / f"v{CORE_VERSION}-{name if script else f'seed{name}'}"
         shutil.rmtree(directory, ignore_errors=True)
@@ -132,6 +130,32 @@ def restarts() -> list[Record]:
     world.feed(ev.RemoveRequested("r1"))
     world.feed(ev.RestartRequested("r9", 0))
     return world.log
+
+
+def resumes() -> list[Record]:
+    """A request that outlives a source, a target and a decode replica, another that is lost
+    once too often, and tokens of an attempt that was over."""
+    world = Harness(max_resumes=1).serving("prefill", "decode", "decode")
+    world.after(1)
+    world.arrive(1)
+    world.first_token(1)
+    world.sent[1] = 1
+    world.feed(ev.WorkerExited("r1", 1, "killed"))
+    world.feed(ev.ImportEnded(2, 0, 0, "source", "peer was lost"))
+    world.after(100)
+    world.first_token(1)
+    world.feed(ev.FirstTokenProduced("r2", 1, 1, held=0))
+    world.sent[1] = 9
+    world.feed(ev.DrainRequested("r2", world.now + 1))
+    world.attach("r1")
+    world.load("r1")
+    world.after(1)
+    world.feed(ev.TokensOutdated("r2", 1, 2))
+    world.feed(ev.WorkerExited("r0", 1, "killed"))
+    return world.log
+
+
+SCRIPTS = {"pairs": live_pairs, "restarts": restarts, "resumes": resumes}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+MAX_ATTEMPTS = 256
+"""Of one request; an attempt's number has a byte of the id that workers know."""
+
 
 @dataclass(frozen=True, slots=True)
 class SpawnWorker:
@@ -42,6 +45,8 @@ class StartPrefill:
     request_id: int
     hold: bool
     """Keep the KV for export after the first token, instead of going on."""
+    attempt: int = 0
+    """Of the request; a worker may still have an earlier one, which is another to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class DecodeLocally:
     replica: str
     epoch: int
     request_id: int
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,7 @@ class ImportKv:
     target: str
     target_epoch: int
     expires_ns: int
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,7 @@ class ReleaseKv:
     replica: str
     epoch: int
     request_id: int
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,7 @@ class CancelRequest:
     replica: str
     epoch: int
     request_id: int
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

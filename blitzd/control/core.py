@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from blitzd.control import replicas, requests, restarts, roles, scaling
 from blitzd.control.commands import Command, EndWorker, ShutDown
 from blitzd.control.policy import Policy
+from blitzd.control.resume import fail
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
 from blitzd.events.record import Payload, Record
@@ -36,6 +37,7 @@ class Step(NamedTuple):
 
 def _ticked(turn: Turn, _: ev.Ticked) -> None:
     requests.expire(turn)
+    roles.expire(turn)
 
 
 def _stop_requested(turn: Turn, stop: ev.StopRequested) -> None:
@@ -59,6 +61,7 @@ HANDLERS: dict[type[Payload], Callable[[Turn, Any], None]] = {
     ev.ImportEnded: requests.import_ended,
     ev.GenerationEnded: requests.generation_ended,
     ev.RequestErrored: requests.request_errored,
+    ev.TokensOutdated: requests.tokens_outdated,
     ev.Ticked: _ticked,
     ev.StopRequested: _stop_requested,
     ev.DrainRequested: roles.drain_requested,
@@ -81,8 +84,15 @@ class Core:
     def __init__(self, state: ClusterState) -> None:
         self.state = state
 
-    def step(self, payload: Payload, mono_ns: int, wall_ns: int) -> Step:
-        """`mono_ns` must not be less than the last one's of the same boot.
+    def step(
+        self,
+        payload: Payload,
+        mono_ns: int,
+        wall_ns: int,
+        sent: Callable[[int], int] = lambda request_id: 0,
+    ) -> Step:
+        """`mono_ns` must not be less than the last one's of the same boot. `sent` tells how
+        many output tokens of a request its client has got.
 
         Raises KeyError for a payload that is no input.
         """
@@ -90,7 +100,7 @@ class Core:
             policy = Policy.of(dict(payload.policy))
         else:
             policy = Policy.of(self.state.node.policy)
-        turn = Turn(self.state, payload, mono_ns, wall_ns, policy)
+        turn = Turn(self.state, payload, mono_ns, wall_ns, policy, sent)
         hashed = self.state.seq // HASH_EVERY
         fault: Exception | None = None
         try:
@@ -116,7 +126,7 @@ def _drain(turn: Turn) -> None:
     if turn.state.requests and turn.mono_ns >= node.drain_deadline_ns:
         reason = f"{len(turn.state.requests)} requests were cut off"
         for request in list(turn.state.requests.values()):
-            requests.fail(turn, request, "shutdown", "the server stopped before it could finish")
+            fail(turn, request, "shutdown", "the server stopped before it could finish")
     if turn.state.requests:
         return
     for replica in turn.state.replicas.values():

@@ -38,6 +38,7 @@ POLICY_OF: dict[type[Payload], tuple[str, ...]] = {
     ev.PrefillStarted: ("max_prefills_per_replica", "decode_reserve_tokens"),
     ev.MigrationStarted: ("decode_reserve_tokens", "max_imports_per_replica", "lease_ttl_ms"),
     ev.MigrationFailed: ("lease_ttl_ms", "import_retry_ms"),
+    ev.RequestResumed: ("max_resumes", "resume_backoff_ms"),
     ev.WorkerLost: ("restart_backoff_ms", "restart_backoff_max_ms"),
     ev.LoadFailed: ("restart_backoff_ms", "restart_backoff_max_ms"),
     ev.LoadFinished: ("mutate_after_load",),
@@ -117,6 +118,10 @@ def _request_facts(request: Request, now_ns: int) -> Facts:
         "target": request.target,
         "lease_id": request.lease_id,
         "retry_ns": request.retry_ns,
+        "resumes": request.resumes,
+        "output_tokens": request.output_tokens,
+        "losses": [str(loss) for loss in request.losses],
+        "tried": list(request.tried),
     }
 
 
@@ -184,7 +189,7 @@ def _decodes(state: ClusterState, policy: Policy, event: ev.MigrationStarted) ->
 
 def _offered(offer: Offer, chosen: str, facts: Facts) -> Shown:
     replica = offer.replica
-    facts = {"blocks_needed": offer.blocks, "blocks_free": offer.free} | facts
+    facts |= {"blocks_needed": offer.blocks, "blocks_free": offer.free, "lost": offer.lost}
     return replica.id, replica.state.value, replica.id == chosen, offer.refusal, facts
 
 

@@ -91,7 +91,8 @@ RULES: dict[type[Payload], str] = {
     ),
     ev.PrefillStarted: (
         "First come, first served, to the replica with the fewest prompt tokens granted, then"
-        " the smallest id, if it has a grant and the blocks free."
+        " the smallest id, if it has a grant and the blocks free; one that lost the request since"
+        " its last token comes last."
     ),
     ev.PrefillFinished: "The first token is out; the KV goes to a decode replica, or stays.",
     ev.MigrationStarted: (
@@ -101,9 +102,18 @@ RULES: dict[type[Payload], str] = {
         " blocks are reserved for lease_ttl_ms."
     ),
     ev.MigrationFinished: "The target has the KV (it said so, or ended the request).",
-    ev.MigrationFailed: "no_room: again after import_retry_ms. Anything else ends the request.",
+    ev.MigrationFailed: (
+        "no_room: again after import_retry_ms. If the source lost the KV the request is resumed;"
+        " anything else: another target is asked."
+    ),
+    ev.RequestResumed: (
+        "What was computed is lost, the prompt and the tokens that the client has got are not:"
+        " queued again at its old place. Not if it is not resumable, nor after max_resumes losses"
+        " in a row without a new token; with a living replica involved, after resume_backoff_ms,"
+        " doubled with each loss in a row."
+    ),
     ev.RequestFinished: "The worker that has the request said that it is complete.",
-    ev.RequestFailed: "What the request depended on is gone, or its time is over.",
+    ev.RequestFailed: "What the request depended on is gone for good, or its time is over.",
     ev.RequestCancelled: "The client left; what it held is freed.",
     ev.OccupancySampled: "The worker's KV occupancy has changed.",
     ev.StaleNoticeIgnored: EPOCH,

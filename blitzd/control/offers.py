@@ -36,6 +36,8 @@ class Offer(NamedTuple):
     load: int
     """The smallest is taken, then the smallest id: prompt tokens being prefilled there, or
     blocks in use for decoding."""
+    lost: bool
+    """The request was lost there since its last token; the others come first."""
     refusal: str
     """Why the replica cannot take it; empty: it can."""
 
@@ -45,7 +47,7 @@ def best_prefill(state: ClusterState, policy: Policy, request: Request) -> Offer
     index = state.index
     if _none_below(index.grants.least(), policy.max_prefills_per_replica):
         return None
-    if (index.prompt_free.most() or 0) <= request.prompt_tokens:
+    if (index.prompt_free.most() or 0) < _prefill_tokens(state, request):
         return None
     offers = (
         prefill_offer(state, policy, request, state.replicas[replica_id])
@@ -74,7 +76,14 @@ def _none_below(least: int | None, limit: int) -> bool:
 
 
 def _first_open(offers: Iterator[Offer]) -> Offer | None:
-    return next((offer for offer in offers if not offer.refusal), None)
+    second_choice = None
+    for offer in offers:
+        if offer.refusal:
+            continue
+        if not offer.lost:
+            return offer
+        second_choice = second_choice or offer
+    return second_choice
 
 
 def prefill_offer(state: ClusterState, policy: Policy, request: Request, replica: Replica) -> Offer:
@@ -83,7 +92,7 @@ def prefill_offer(state: ClusterState, policy: Policy, request: Request, replica
     if replica.state is ReplicaState.COLOCATED:
         blocks = _blocks_for(_decode_tokens(state, policy, request), replica)
     else:
-        blocks = _blocks_for(request.prompt_tokens + 1, replica)
+        blocks = _blocks_for(_prefill_tokens(state, request), replica)
     free = replica.blocks_total - index.reserved[replica.id]
     if replica.state not in TAKES_PROMPTS:
         refusal = f"it is {replica.state} and is given no prompts"
@@ -91,7 +100,7 @@ def prefill_offer(state: ClusterState, policy: Policy, request: Request, replica
         refusal = f"it has {granted} prefills, the limit"
     else:
         refusal = _no_room(blocks, free)
-    return Offer(replica, blocks, free, granted, load, refusal)
+    return Offer(replica, blocks, free, granted, load, _lost_there(request, replica), refusal)
 
 
 def decode_offer(state: ClusterState, policy: Policy, request: Request, replica: Replica) -> Offer:
@@ -102,11 +111,23 @@ def decode_offer(state: ClusterState, policy: Policy, request: Request, replica:
     free = replica.blocks_total - reserved
     if replica.state not in ACCEPTS_KV:
         refusal = f"it is {replica.state} and accepts no KV"
+    elif has_failed(request, replica):
+        refusal = "it could not take up the KV of this attempt"
     elif importing >= limit:
         refusal = f"it takes {importing} transfers already, the limit"
     else:
         refusal = _no_room(blocks, free) or _overloaded(state, replica, load, blocks)
-    return Offer(replica, blocks, free, importing, load, refusal)
+    return Offer(replica, blocks, free, importing, load, _lost_there(request, replica), refusal)
+
+
+def has_failed(request: Request, replica: Replica) -> bool:
+    """Whether a hand-over of this attempt to the replica has failed."""
+    return f"{replica.id}/{replica.epoch}" in request.tried
+
+
+def _lost_there(request: Request, replica: Replica) -> bool:
+    here = (replica.id, replica.epoch)
+    return any((loss.replica, loss.epoch) == here for loss in request.losses)
 
 
 def _no_room(blocks: int, free: int) -> str:
@@ -131,9 +152,17 @@ def _blocks_for(tokens: int, replica: Replica) -> int:
     return -(-tokens // replica.block_tokens) if replica.block_tokens else 0
 
 
+def _prefill_tokens(state: ClusterState, request: Request) -> int:
+    """What it has and one token more, but for one that leaves the largest replica no room."""
+    wanted = request.known_tokens + 1
+    return min(wanted, state.index.prompt_room.most() or wanted)
+
+
 def _decode_tokens(state: ClusterState, policy: Policy, request: Request) -> int:
     """What room is reserved for: not more than the largest replica has, so that a request
     that asks for more than it will need is served too."""
-    output_tokens = min(request.max_tokens, policy.decode_reserve_tokens)
+    # Of a request that was resumed, some of the output is there already.
+    reserve = request.output_tokens + policy.decode_reserve_tokens
+    output_tokens = min(request.max_tokens, reserve)
     wanted = request.prompt_tokens + output_tokens
     return min(wanted, state.index.kv_room.most() or wanted)

@@ -5,6 +5,8 @@ from typing import Annotated, Self
 import msgspec
 from msgspec import Meta
 
+from blitzd.control.commands import MAX_ATTEMPTS
+
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
 Flag = Annotated[int, Meta(ge=0, le=1)]
@@ -27,6 +29,11 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A KV transfer that takes longer has failed."""
     import_retry_ms: Milliseconds = 20
     """After a decode replica had no room."""
+    max_resumes: Annotated[int, Meta(ge=0, le=MAX_ATTEMPTS)] = 3
+    """Of one request in a row without a new token: it may be what kills its workers."""
+    resume_backoff_ms: Milliseconds = 100
+    """Before a request goes on that a living replica has lost, since that one may be dying
+    (known within 100 ms); doubles with each loss in a row."""
     null_ttl_ms: Milliseconds = 30_000
     """A warm spare that was not used for so long gives up its weights."""
     pair_cap: Count = 4

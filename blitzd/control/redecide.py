@@ -5,12 +5,12 @@ another core version are folded without being decided again, since a changed dec
 not a defect of the log.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from blitzd.control.core import CORE_VERSION, Core
 from blitzd.events.record import Kind, Record
-from blitzd.events.types import Booted
+from blitzd.events.types import Booted, RequestFailed, RequestResumed
 from blitzd.fsm import ClusterState
 from blitzd.fsm.replaying import replay
 
@@ -53,11 +53,21 @@ def redecide(records: Iterable[Record], state: ClusterState | None = None) -> Re
             replay(core.state, turn)
             continue
         result.turns += 1
-        step = core.step(cause, turn[0].mono_ns, turn[0].wall_ns)
+        step = core.step(cause, turn[0].mono_ns, turn[0].wall_ns, _sent_in(turn))
         result.difference = _compare(turn, step.records)
         if result.difference is not None:
             break
     return result
+
+
+def _sent_in(turn: list[Record]) -> Callable[[int], int]:
+    """What the driver counted when this turn was decided is in the events that needed it."""
+    counted = {
+        record.payload.request_id: record.payload.output_tokens
+        for record in turn
+        if isinstance(record.payload, RequestResumed | RequestFailed)
+    }
+    return lambda request_id: counted.get(request_id, 0)
 
 
 def _turns(records: Iterable[Record]) -> Iterator[list[Record]]:

@@ -1,7 +1,7 @@
 """Decisions about replicas: boot, worker life, loading."""
 
 from blitzd.control.commands import EndWorker, LoadModel, ResetWorker, SpawnWorker
-from blitzd.control.requests import fail
+from blitzd.control.resume import leave
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
 from blitzd.fsm import Replica, ReplicaState
@@ -63,8 +63,7 @@ def worker_exited(turn: Turn, exited: ev.WorkerExited) -> None:
     if replica.worker == "stopping":
         turn.emit(ev.WorkerStopped(replica.id, replica.epoch, exited.reason))
         return
-    for request in turn.state.requests_on(replica.id):
-        fail(turn, request, "worker_lost", f"replica {replica.id} was lost: {exited.reason}")
+    leave(turn, replica, "worker_lost", exited.reason)
     _lose(turn, replica, exited.reason)
 
 

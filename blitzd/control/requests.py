@@ -1,11 +1,12 @@
-"""Decisions about requests: admission, dispatch, hand-over, their ends.
+"""Decisions about requests: admission, dispatch, hand-over, their ends (what is lost: `resume`).
 
 Queued work stays with the daemon. A prefill replica is granted a few requests at a time;
 a decode replica gets one when its blocks have been reserved, in the event that decides.
 """
 
-from blitzd.control.commands import CancelRequest, ImportKv, ReleaseKv, StartPrefill
-from blitzd.control.offers import best_decode, best_prefill
+from blitzd.control.commands import ImportKv, ReleaseKv, StartPrefill
+from blitzd.control.offers import best_decode, best_prefill, has_failed
+from blitzd.control.resume import fail, free, hand_over_failed, resume, targets_exhausted
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
 from blitzd.fsm import ReplicaState, Request, RequestState
@@ -26,6 +27,7 @@ def request_arrived(turn: Turn, arrived: ev.RequestArrived) -> None:
             arrived.max_tokens,
             arrived.seed,
             arrived.deadline_ns,
+            arrived.resumable,
         )
     )
 
@@ -40,12 +42,12 @@ def _refusal(turn: Turn, arrived: ev.RequestArrived) -> tuple[str, str] | None:
     return ("too_long", too_long) if too_long else None
 
 
-def _too_long(turn: Turn, prompt_tokens: int, max_tokens: int) -> str:
+def _too_long(turn: Turn, prompt_tokens: int, max_tokens: int, output_tokens: int = 0) -> str:
     """Why it can never be served by those that serve now; empty: it can, or none serves."""
     index = turn.state.index
     for role, room in (("prefill", index.prompt_room.most()), ("decode", index.kv_room.most())):
         # A request ends at max_tokens without computing KV for its last token.
-        wanted = prompt_tokens + (max_tokens - 1 if role == "decode" else 0)
+        wanted = prompt_tokens + (max_tokens - 1 if role == "decode" else output_tokens)
         if room is not None and wanted > room:
             return f"{wanted} tokens do not fit a {role} replica's {room}"
     return ""
@@ -54,24 +56,25 @@ def _too_long(turn: Turn, prompt_tokens: int, max_tokens: int) -> str:
 def client_left(turn: Turn, left: ev.ClientLeft) -> None:
     request = turn.state.requests.get(left.request_id)
     if request is not None:
-        _free(turn, request)
+        free(turn, request)
         turn.emit(ev.RequestCancelled(request.id, "the client left"))
 
 
 def first_token_produced(turn: Turn, produced: ev.FirstTokenProduced) -> None:
-    request = _held_by_source(turn, produced.request_id, produced.replica, produced.epoch)
-    if request is not None and request.state is RequestState.PREFILLING:
+    """The first token that a replica made of this attempt."""
+    if turn.current(produced.replica, produced.epoch) is None:
+        return
+    request = turn.state.requests.get(produced.request_id)
+    on = (produced.replica, produced.epoch)
+    if request is None:
+        turn.ignore(*on)
+    elif request.state is RequestState.PREFILLING and on == (request.source, request.source_epoch):
         turn.emit(ev.PrefillFinished(request.id, stays=1 - produced.held))
-
-
-def _held_by_source(turn: Turn, request_id: int, replica: str, epoch: int) -> Request | None:
-    if turn.current(replica, epoch) is None:
-        return None
-    request = turn.state.requests.get(request_id)
-    if request is None or (request.source, request.source_epoch) != (replica, epoch):
-        turn.ignore(replica, epoch)
-        return None
-    return request
+    elif request.state is RequestState.MIGRATING and on == (request.target, request.target_epoch):
+        # It decodes, though its answer to the import has not been read.
+        _arrived(turn, request, 0, 0)
+    else:
+        turn.ignore(*on)
 
 
 def import_ended(turn: Turn, ended: ev.ImportEnded) -> None:
@@ -87,19 +90,13 @@ def import_ended(turn: Turn, ended: ev.ImportEnded) -> None:
         retry_ns = turn.mono_ns + turn.policy.import_retry_ms * MS
         turn.emit(ev.MigrationFailed(lease.id, ended.fault, ended.reason, retry_ns))
     else:
-        _fail_migration(turn, request, ended.fault, ended.reason)
+        hand_over_failed(turn, request, ended.fault, ended.reason)
 
 
 def _arrived(turn: Turn, request: Request, bytes_moved: int, elapsed_ns: int) -> None:
     source, source_epoch = request.source, request.source_epoch
     turn.emit(ev.MigrationFinished(request.lease_id, bytes_moved, elapsed_ns))
-    turn.command(ReleaseKv(source, source_epoch, request.id))
-
-
-def _fail_migration(turn: Turn, request: Request, fault: str, reason: str) -> None:
-    _free(turn, request)
-    turn.emit(ev.MigrationFailed(request.lease_id, fault, reason, 0))
-    turn.emit(ev.RequestFailed(request.id, "handover_failed", f"the KV hand-over failed: {reason}"))
+    turn.command(ReleaseKv(source, source_epoch, request.id, request.resumes))
 
 
 def generation_ended(turn: Turn, ended: ev.GenerationEnded) -> None:
@@ -131,26 +128,25 @@ def request_errored(turn: Turn, errored: ev.RequestErrored) -> None:
         return
     request = turn.state.requests.get(errored.request_id)
     on = (errored.replica, errored.epoch)
-    if request is None or on not in (
-        (request.source, request.source_epoch),
-        (request.target, request.target_epoch),
+    if (
+        request is None
+        or errored.attempt != request.resumes
+        or on
+        not in (
+            (request.source, request.source_epoch),
+            (request.target, request.target_epoch),
+        )
     ):
         turn.ignore(*on)
         return
-    fail(turn, request, "engine_error", f"replica {errored.replica}: {errored.reason}")
+    if errored.lost:
+        resume(turn, request, "engine_error", on, errored.reason, living=True)
+    else:
+        fail(turn, request, "engine_error", f"replica {errored.replica}: {errored.reason}")
 
 
-def fail(turn: Turn, request: Request, code: str, reason: str) -> None:
-    """Ends `request` with an error, freeing what it holds on replicas that live."""
-    _free(turn, request)
-    turn.emit(ev.RequestFailed(request.id, code, reason))
-
-
-def _free(turn: Turn, request: Request) -> None:
-    if request.source:
-        turn.command(CancelRequest(request.source, request.source_epoch, request.id))
-    if request.target:
-        turn.command(CancelRequest(request.target, request.target_epoch, request.id))
+def tokens_outdated(turn: Turn, outdated: ev.TokensOutdated) -> None:
+    turn.ignore(outdated.replica, outdated.epoch)
 
 
 def expire(turn: Turn) -> None:
@@ -159,7 +155,7 @@ def expire(turn: Turn) -> None:
         if turn.mono_ns >= lease.expires_ns:
             request = turn.state.requests[lease.request_id]
             took_ms = (turn.mono_ns - lease.opened_ns) // MS
-            _fail_migration(turn, request, "deadline", f"not there after {took_ms} ms")
+            hand_over_failed(turn, request, "deadline", f"not there after {took_ms} ms")
     for request in list(turn.state.requests.values()):
         if request.deadline_ns and turn.mono_ns >= request.deadline_ns:
             waited_ms = (turn.mono_ns - request.arrived_ns) // MS
@@ -180,8 +176,10 @@ def dispatch(turn: Turn) -> None:
             # First come, first served here too: a large one would wait for ever otherwise.
             break
     for request in list(turn.state.queued()):
+        if turn.mono_ns < request.retry_ns:
+            continue
         # It may have come before anybody knew how much room there would be.
-        too_long = _too_long(turn, request.prompt_tokens, request.max_tokens)
+        too_long = _too_long(turn, request.prompt_tokens, request.max_tokens, request.output_tokens)
         if too_long:
             fail(turn, request, "too_long", too_long)
         elif not _start_prefill(turn, request):
@@ -196,19 +194,30 @@ def _start_prefill(turn: Turn, request: Request) -> bool:
     chosen, blocks = offer.replica, offer.blocks
     turn.emit(ev.PrefillStarted(request.id, chosen.id, chosen.epoch, blocks))
     # With a single token to make there is nothing to hand over.
-    hold = chosen.state is S.PREFILL and request.max_tokens > 1
-    turn.command(StartPrefill(chosen.id, chosen.epoch, request.id, hold))
+    hold = chosen.state is S.PREFILL and request.max_tokens > request.output_tokens + 1
+    turn.command(StartPrefill(chosen.id, chosen.epoch, request.id, hold, request.resumes))
     return True
 
 
 def _start_migration(turn: Turn, request: Request) -> bool:
     offer = best_decode(turn.state, turn.policy, request)
     if offer is None:
-        return False
+        return _without_target(turn, request)
     chosen, blocks = offer.replica, offer.blocks
     lease_id = turn.state.node.next_lease
     expires_ns = turn.mono_ns + turn.policy.lease_ttl_ms * MS
     hop = (request.source, request.source_epoch, chosen.id, chosen.epoch)
     turn.emit(ev.MigrationStarted(lease_id, request.id, *hop, blocks, expires_ns))
-    turn.command(ImportKv(lease_id, request.id, *hop, expires_ns))
+    turn.command(ImportKv(lease_id, request.id, *hop, expires_ns, request.resumes))
+    return True
+
+
+def _without_target(turn: Turn, request: Request) -> bool:
+    """False: those behind it wait too. What some targets have failed to take may wait for one
+    that is busy, which is nothing to the others."""
+    if not request.tried:
+        return False
+    targets = [turn.state.replicas[replica_id] for replica_id in turn.state.index.acceptors]
+    if targets and all(has_failed(request, replica) for replica in targets):
+        targets_exhausted(turn, request)
     return True

@@ -13,7 +13,7 @@ from blitzd.control.moves import (
     refuse,
     refuse_value,
 )
-from blitzd.control.requests import fail
+from blitzd.control.resume import fail, leave
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
 from blitzd.fsm import Replica, ReplicaState, RequestState
@@ -161,14 +161,31 @@ def pair_drained(turn: Turn, drained: ev.PairDrained) -> None:
 # What follows by itself.
 
 
+def expire(turn: Turn) -> None:
+    """Empties replicas whose drain has taken too long. What is on them goes on elsewhere if
+    there is, or will be, somewhere else."""
+    for replica in turn.state.in_states(*SHUTTING):
+        if not replica.drain_deadline_ns or turn.mono_ns < replica.drain_deadline_ns:
+            continue
+        if _others_serve(turn, replica):
+            leave(turn, replica, "drain_deadline", "its drain took too long")
+            continue
+        reason = f"replica {replica.id} was drained and its deadline has passed"
+        for request in turn.state.requests_on(replica.id):
+            fail(turn, request, "drain_deadline", reason)
+
+
+def _others_serve(turn: Turn, replica: Replica) -> bool:
+    """Whether replicas but this one prefill and decode, or are about to."""
+    others = [r for r in turn.state.replicas.values() if r is not replica and not r.cordoned]
+    roles = {r.role for r in others}
+    return "colocated" in roles or {"prefill", "decode"} <= roles
+
+
 def settle(turn: Turn) -> None:
     """Completes every change that has nothing left to wait for."""
     restarts.advance(turn)
     for replica in turn.state.in_states(*_FOLLOWS):
-        if replica.drain_deadline_ns and turn.mono_ns >= replica.drain_deadline_ns:
-            for request in turn.state.requests_on(replica.id):
-                reason = f"replica {replica.id} was drained and its deadline has passed"
-                fail(turn, request, "drain_deadline", reason)
         follows = _FOLLOWS.get(replica.state)
         if follows is not None:
             follows(turn, replica)
@@ -200,7 +217,8 @@ def _finish_mutation(turn: Turn, replica: Replica) -> None:
     flushed = tuple(request.id for request in held)
     turn.emit(ev.MutationFinished(replica.id, replica.epoch, flushed))
     for request_id in flushed:
-        turn.command(DecodeLocally(replica.id, replica.epoch, request_id))
+        attempt = turn.state.requests[request_id].resumes
+        turn.command(DecodeLocally(replica.id, replica.epoch, request_id, attempt))
 
 
 def _retire(turn: Turn) -> None:

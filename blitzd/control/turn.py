@@ -4,6 +4,7 @@ Events are folded as they are decided, so that a later decision of the same turn
 an earlier one did.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from blitzd.control.commands import Command
@@ -20,6 +21,9 @@ class Turn:
     mono_ns: int
     wall_ns: int
     policy: Policy
+    sent: Callable[[int], int]
+    """Output tokens that a request's client has got. The driver knows, and no input before;
+    what a decision rested on is in its event."""
     records: list[Record] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
 

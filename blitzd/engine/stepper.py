@@ -259,6 +259,7 @@ class Stepper:
         self._end([generation.sequence.id])
         report.failed_ids.append(generation.sequence.id)
         report.errors.append(generation.fault)
+        report.failed_alone.append(True)
 
     def _add_scores(self, report: pb.StepReport, scores: list[PromptScores]) -> None:
         for generation, first, found in scores:
@@ -272,6 +273,7 @@ class Stepper:
         self._end(live)
         reason = f"step {step.number} failed: {type(error).__name__}: {error}"
         report.failed_ids, report.errors = live, [reason] * len(live)
+        report.failed_alone = [False] * len(live)
 
     def idle_report(self) -> pb.StepReport:
         """Occupancy alone, for when it changed without a step."""

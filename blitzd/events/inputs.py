@@ -22,7 +22,7 @@ class Booted(Payload, frozen=True, array_like=True):
     """(id, epoch, pid) of workers of an earlier boot that still answer."""
 
 
-@record_type(2, Kind.INPUT)
+@record_type(2, Kind.INPUT, schema_version=2)
 class RequestArrived(Payload, frozen=True, array_like=True):
     """A client wants tokens. `seed` was drawn by the driver, so that it can be repeated."""
 
@@ -31,6 +31,8 @@ class RequestArrived(Payload, frozen=True, array_like=True):
     max_tokens: int
     seed: int
     deadline_ns: int
+    resumable: int = 1
+    """When its KV is lost it is computed again elsewhere (1), or fails (0)."""
 
 
 @record_type(3, Kind.INPUT)
@@ -107,7 +109,8 @@ class FirstTokenProduced(Payload, frozen=True, array_like=True):
 
 @record_type(10, Kind.INPUT)
 class ImportEnded(Payload, frozen=True, array_like=True):
-    """`fault` is empty on success, else one of no_room, source, target, deadline, protocol."""
+    """`fault` is empty on success, else one of no_room, refused, target, mismatch, corrupt,
+    stalled, deadline (the source still has the KV), source and not_held (it has not)."""
 
     lease_id: int
     bytes_moved: int
@@ -129,14 +132,19 @@ class GenerationEnded(Payload, frozen=True, array_like=True):
     """xxh3-64 of the output token ids as little-endian u32, in hex."""
 
 
-@record_type(12, Kind.INPUT)
+@record_type(12, Kind.INPUT, schema_version=2)
 class RequestErrored(Payload, frozen=True, array_like=True):
-    """A worker, or a call to it, failed this request alone."""
+    """A worker, or a call to it, failed this request."""
 
     replica: str
     epoch: int
     request_id: int
     reason: str
+    attempt: int = 0
+    """Resumes of the request before the one that failed."""
+    lost: int = 0
+    """The worker or the way to it failed, so another may serve the request (1), or the
+    request itself cannot be served (0)."""
 
 
 @record_type(13, Kind.INPUT, Durability.LAZY)
@@ -215,6 +223,16 @@ class PairDrained(Payload, frozen=True, array_like=True):
     replica: str
     epoch: int
     pair_id: int
+
+
+@record_type(23, Kind.INPUT, Durability.LAZY)
+class TokensOutdated(Payload, frozen=True, array_like=True):
+    """Tokens of an attempt that is over, from a worker that had not heard of its end or was
+    stopped meanwhile. They went nowhere."""
+
+    replica: str
+    epoch: int
+    rows: int
 
 
 @record_type(25, Kind.INPUT, Durability.ACK)

@@ -3,7 +3,7 @@
 from blitzd.events.record import Kind, Payload, record_type
 
 
-@record_type(200, Kind.EVENT)
+@record_type(200, Kind.EVENT, schema_version=2)
 class RequestAccepted(Payload, frozen=True, array_like=True):
     """The request is queued; exactly one end will follow."""
 
@@ -12,6 +12,7 @@ class RequestAccepted(Payload, frozen=True, array_like=True):
     max_tokens: int
     seed: int
     deadline_ns: int
+    resumable: int = 1
 
 
 @record_type(201, Kind.EVENT)
@@ -67,7 +68,8 @@ class MigrationFinished(Payload, frozen=True, array_like=True):
 
 @record_type(206, Kind.EVENT)
 class MigrationFailed(Payload, frozen=True, array_like=True):
-    """The lease is closed, the request is still where it was."""
+    """The lease is closed, the request is still where it was. Unless the target had no room,
+    it is not asked again for the KV of this attempt: it may not know yet that it failed."""
 
     lease_id: int
     fault: str
@@ -86,13 +88,15 @@ class RequestFinished(Payload, frozen=True, array_like=True):
     output_digest: str
 
 
-@record_type(208, Kind.EVENT)
+@record_type(208, Kind.EVENT, schema_version=2)
 class RequestFailed(Payload, frozen=True, array_like=True):
-    """An end: what the request needed was lost."""
+    """An end: what the request needed was lost for good, or its time is over."""
 
     request_id: int
     code: str
     reason: str
+    output_tokens: int = 0
+    """That the client has got, as the driver counted them."""
 
 
 @record_type(209, Kind.EVENT)
@@ -101,3 +105,22 @@ class RequestCancelled(Payload, frozen=True, array_like=True):
 
     request_id: int
     reason: str
+
+
+@record_type(210, Kind.EVENT)
+class RequestResumed(Payload, frozen=True, array_like=True):
+    """What had been computed is lost; the request is queued again, at its old place, to go
+    on after the tokens that its client has got. A lease it had is closed."""
+
+    request_id: int
+    cause: str
+    """worker_lost, handover_failed, engine_error or drain_deadline."""
+    reason: str
+    replica: str
+    """Where it was lost, and the epoch."""
+    epoch: int
+    output_tokens: int
+    """That the client has got, as the driver counted them. Deciding this turn again takes
+    the number from here."""
+    retry_ns: int
+    """It is not granted before this time."""

@@ -4,7 +4,7 @@ from blitzd.events import types as ev
 from blitzd.events.record import Record
 from blitzd.fsm.folding import IllegalEvent, count, folds, lease_of, replica_of, request_of
 from blitzd.fsm.request import RequestState, next_request_state
-from blitzd.fsm.state import ClusterState, Lease, Request
+from blitzd.fsm.state import ClusterState, Lease, Loss, Request
 from blitzd.fsm.table import ACCEPTS_KV, ACCEPTS_PROMPTS, ReplicaState
 
 
@@ -20,6 +20,7 @@ def _(state: ClusterState, event: ev.RequestAccepted, record: Record) -> None:
         event.seed,
         event.deadline_ns,
         arrived_ns=record.mono_ns,
+        resumable=event.resumable,
     )
     state.touch("request", event.request_id)
 
@@ -110,6 +111,8 @@ def _(state: ClusterState, event: ev.MigrationFinished, record: Record) -> None:
 def _(state: ClusterState, event: ev.MigrationFailed, record: Record) -> None:
     lease = lease_of(state, event.lease_id)
     request = request_of(state, lease.request_id)
+    if event.fault != "no_room":
+        request.tried += (f"{request.target}/{request.target_epoch}",)
     request.target, request.target_epoch, request.target_blocks = "", 0, 0
     request.retry_ns = event.retry_ns
     _close(state, lease, request)
@@ -119,6 +122,30 @@ def _close(state: ClusterState, lease: Lease, request: Request) -> None:
     del state.leases[lease.id]
     request.lease_id = 0
     state.touch("lease", lease.id)
+    state.touch("request", request.id)
+
+
+@folds(ev.RequestResumed)
+def _(state: ClusterState, event: ev.RequestResumed, record: Record) -> None:
+    request = request_of(state, event.request_id)
+    queued = next_request_state(request.id, request.state, "resume")
+    if not request.output_tokens <= event.output_tokens < request.max_tokens:
+        raise IllegalEvent(
+            f"request {request.id} had {request.output_tokens} of {request.max_tokens} tokens:"
+            f" it cannot go on after {event.output_tokens}"
+        )
+    if request.lease_id:
+        _close(state, lease_of(state, request.lease_id), request)
+    request.state = queued
+    request.source, request.source_epoch, request.source_blocks = "", 0, 0
+    request.target, request.target_epoch, request.target_blocks = "", 0, 0
+    moved_on = event.output_tokens > request.output_tokens
+    lost = Loss(event.replica, event.epoch, event.reason)
+    request.losses = (lost,) if moved_on else (*request.losses, lost)
+    request.output_tokens, request.retry_ns = event.output_tokens, event.retry_ns
+    request.resumes += 1
+    request.tried = ()
+    count(state, f"resumed_{event.cause}")
     state.touch("request", request.id)
 
 

@@ -116,7 +116,7 @@ class Index:
         self.prefilling: Counter[str] = Counter()
         """Requests that are being prefilled, by replica."""
         self.prefill_tokens: Counter[str] = Counter()
-        """Prompt tokens of those."""
+        """Tokens to be computed of those."""
         self.importing: Counter[str] = Counter()
         """Open inbound leases, by replica."""
         self.queued: Ranking[int] = Ranking()
@@ -150,7 +150,7 @@ class Index:
         self.restarting: set[str] = set()
         """Replicas that restart, or stand in for one that does."""
         self.tokens: Counter[RequestState] = Counter()
-        """Prompt tokens, by the state of their request."""
+        """Of prompts and of output that is computed again, by the state of their request."""
         self._rankings = (
             self.takers,
             self.grants,
@@ -289,7 +289,7 @@ class Index:
 def _row_of(request: "Request") -> RequestRow:
     return RequestRow(
         request.state,
-        request.prompt_tokens,
+        request.known_tokens,
         request.source,
         request.source_blocks,
         request.target,

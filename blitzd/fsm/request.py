@@ -1,8 +1,9 @@
 """The request machine: queued, prefilling, migrating, decoding, then exactly one end.
 
 `migrating` begins with the first token: from then on the request waits for, or has, a KV
-lease towards a decode replica. A request may end from any state before its end, since a
-client may leave and a worker may die at any time.
+lease towards a decode replica. When what was computed is lost, a request is `queued` again
+and goes on after the tokens that its client has got. It may end from any state before its
+end, since a client may leave at any time.
 """
 
 from enum import StrEnum
@@ -35,6 +36,9 @@ NEXT: dict[tuple[RequestState, str], RequestState] = {
     # A request may end with its first token; none ends before it was computed.
     (R.PREFILLING, "finish"): R.FINISHED,
     (R.DECODING, "finish"): R.FINISHED,
+    (R.PREFILLING, "resume"): R.QUEUED,
+    (R.MIGRATING, "resume"): R.QUEUED,
+    (R.DECODING, "resume"): R.QUEUED,
     **{
         (state, trigger): end
         for state in (R.QUEUED, R.PREFILLING, R.MIGRATING, R.DECODING)

@@ -106,6 +106,17 @@ class Replica(msgspec.Struct, omit_defaults=True, gc=False):
         return 0 if steady else self.failures
 
 
+class Loss(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a request had on a replica was lost there."""
+
+    replica: str
+    epoch: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.replica}/{self.epoch} ({self.reason})"
+
+
 class Request(msgspec.Struct, omit_defaults=True, gc=False):
     id: int
     state: RequestState
@@ -124,6 +135,21 @@ class Request(msgspec.Struct, omit_defaults=True, gc=False):
     target_blocks: int = 0
     lease_id: int = 0
     retry_ns: int = 0
+    """No grant and no lease before this time."""
+    resumable: int = 1
+    resumes: int = 0
+    """Also the number of the attempt that runs now."""
+    output_tokens: int = 0
+    """That the client had when this attempt began."""
+    losses: tuple[Loss, ...] = ()
+    """Those without a new token in between, the last ones."""
+    tried: tuple[str, ...] = ()
+    """Targets (ID/EPOCH) that the KV of this attempt could not be handed to."""
+
+    @property
+    def known_tokens(self) -> int:
+        """What a prefill of this attempt computes."""
+        return self.prompt_tokens + self.output_tokens
 
 
 class Lease(msgspec.Struct, gc=False):
@@ -220,7 +246,7 @@ class ClusterState:
             entity = self.entity(kind, key)
             new = 0
             if entity is not None:
-                encoded = msgspec.msgpack.encode((kind, key, entity), order="deterministic")
+                encoded = _encoded(kind, key, entity)
                 new = int.from_bytes(blake2b(encoded, digest_size=32).digest(), "little")
                 self._hashes[kind, key] = new
             self._sum = (self._sum + new - old) % HASH_MODULUS
@@ -361,6 +387,23 @@ class ClusterState:
         for pair in state.pairs:
             state.touch("pair", pair)
         return state
+
+
+def _encoded(kind: str, key: str | int, entity: Entity) -> bytes:
+    """(kind, key, entity) as MessagePack.
+
+    msgspec gives a struct of more than 15 fields the wide header of a map, however few of
+    them it writes. A new field must not change what is hashed, so the narrow one takes its
+    place, but not for replicas, which have been hashed with the wide one from the start.
+    """
+    name = msgspec.msgpack.encode((kind, key))
+    fields = msgspec.msgpack.encode(entity, order="deterministic")
+    if fields.startswith(_WIDE_MAP) and fields[2] < 16 and kind != "replica":
+        fields = bytes((0x80 | fields[2],)) + fields[3:]
+    return b"\x93" + name[1:] + fields
+
+
+_WIDE_MAP = b"\xde\x00"
 
 
 class _Snapshot(msgspec.Struct):

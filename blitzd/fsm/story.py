@@ -38,8 +38,8 @@ class Hop(msgspec.Struct):
     """0: before the log begins."""
     closed_seq: int = 0
     outcome: str = "open"
-    """open, arrived, or what stopped it: no_room, source, target, deadline, protocol, or the
-    request's end."""
+    """open, arrived, or what stopped it: no_room, source, target, deadline, protocol, that
+    the request was resumed, or its end."""
     reason: str = ""
     bytes_moved: int = 0
     transfer_ms: float = 0.0
@@ -168,10 +168,11 @@ class Storyteller:
         elif isinstance(payload, ev.MigrationFailed):
             hop = self._close(payload.lease_id, record.seq, now_ns, payload.fault)
             hop.reason = payload.reason
-        elif type(payload) in ENDS:
+        elif type(payload) in ENDS or isinstance(payload, ev.RequestResumed):
+            outcome = str(ENDS.get(type(payload), "resumed"))
             for lease_id, hop in self._hops.items():
                 if hop.outcome == "open":
-                    self._close(lease_id, record.seq, now_ns, ENDS[type(payload)].value)
+                    self._close(lease_id, record.seq, now_ns, outcome)
 
     def _close(self, lease_id: int, seq: int, now_ns: int, outcome: str) -> Hop:
         hop = self._hops[lease_id]

@@ -26,6 +26,7 @@ from blitzd.node.asked import Asked
 from blitzd.node.face import CommandFailed, GenerateRequest, Observations, RequestRefused
 from blitzd.node.live import LiveRequest
 from blitzd.node.ports import Clock, Journal, JournalUnavailable, Workers
+from blitzd.node.wire_ids import request_and_attempt
 from blitzd.proto.blitzd.engine import v1 as pb
 
 INBOX_BOUND = 4096
@@ -178,28 +179,57 @@ class Driver:
         scores = self._deliver_logprobs(replica, epoch, report)
         cached = report.cached_tokens or [0] * len(report.request_ids)
         columns = (report.request_ids, report.token_ids, report.texts, report.finish, cached)
-        for request_id, token_id, text, finish, saved in zip(*columns, strict=True):
-            live = self.live.get(request_id)
-            request = self.core.state.requests.get(request_id)
-            if live is None or request is None or not _owns(request, replica, epoch):
-                # Ended meanwhile, or a message of an old epoch; the core counts the latter
-                # when the milestone comes.
+        outdated = 0
+        for wire, token_id, text, finish, saved in zip(*columns, strict=True):
+            live, over = self._addressed(replica, epoch, wire)
+            if live is None:
+                outdated += over
                 continue
             self._observe(live, now)
-            live.push(text, token_id, scores.get(request_id), saved)
-            if finish is pb.FinishReason.HELD:
-                self._reached(ev.FirstTokenProduced(replica, epoch, request_id))
-            elif finish in FINISHES:
-                ended = (FINISHES[finish], len(live.output), live.output_digest())
-                self._reached(ev.GenerationEnded(replica, epoch, request_id, *ended))
-            elif request.state is RequestState.PREFILLING and len(live.output) == 1:
-                self._reached(ev.FirstTokenProduced(replica, epoch, request_id, held=0))
-        for request_id, error in zip(report.failed_ids, report.errors, strict=True):
-            await self.post(ev.RequestErrored(replica, epoch, request_id, error))
+            live.push(text, token_id, scores.get(live.request_id), saved)
+            self._tell_milestone(replica, epoch, live, finish)
+        if outdated:
+            await self.post(ev.TokensOutdated(replica, epoch, outdated))
+        await self._post_errors(replica, epoch, report)
         occupancy = (report.blocks_used, report.running)
         known = self.core.state.replicas.get(replica)
         if known is None or (known.blocks_sampled, known.running_sampled) != occupancy:
             await self.post(ev.OccupancyReported(replica, epoch, *occupancy))
+
+    def _addressed(self, replica: str, epoch: int, wire: int) -> tuple[LiveRequest | None, bool]:
+        """(whom a worker's word is for, if anybody; whether the request goes on, but this
+        attempt of it does not, or not there)."""
+        request_id, attempt = request_and_attempt(wire)
+        request = self.core.state.requests.get(request_id)
+        if request is None:
+            return None, False
+        if attempt != request.resumes or not _owns(request, replica, epoch):
+            return None, True
+        return self.live.get(request_id), False
+
+    def _tell_milestone(
+        self, replica: str, epoch: int, live: LiveRequest, finish: pb.FinishReason
+    ) -> None:
+        """What the token that was just pushed implies."""
+        request = self.core.state.requests[live.request_id]
+        made = len(live.output) - request.output_tokens
+        if finish in FINISHES:
+            ended = (FINISHES[finish], len(live.output), live.output_digest())
+            self._reached(ev.GenerationEnded(replica, epoch, live.request_id, *ended))
+        elif request.state is RequestState.PREFILLING and made == 1:
+            held = int(finish is pb.FinishReason.HELD)
+            self._reached(ev.FirstTokenProduced(replica, epoch, live.request_id, held))
+        elif request.state is RequestState.MIGRATING and made == 2:
+            # The source made one. What the target makes it makes with the KV.
+            self._reached(ev.FirstTokenProduced(replica, epoch, live.request_id, held=0))
+
+    async def _post_errors(self, replica: str, epoch: int, report: pb.StepReport) -> None:
+        alone = report.failed_alone or [True] * len(report.failed_ids)
+        for wire, error, own in zip(report.failed_ids, report.errors, alone, strict=True):
+            request_id, attempt = request_and_attempt(wire)
+            await self.post(
+                ev.RequestErrored(replica, epoch, request_id, error, attempt, lost=int(not own))
+            )
 
     def _deliver_logprobs(
         self, replica: str, epoch: int, report: pb.StepReport
@@ -207,15 +237,14 @@ class Driver:
         """Routes those of prompt tokens to their clients; returns those of this step's
         tokens, by request."""
         found = {}
-        for request_id, position, logprobs in entries(report):
-            live = self.live.get(request_id)
-            request = self.core.state.requests.get(request_id)
-            if live is None or request is None or not _owns(request, replica, epoch):
+        for wire, position, logprobs in entries(report):
+            live, _ = self._addressed(replica, epoch, wire)
+            if live is None:
                 continue
             if position < len(live.request.prompt_tokens):
                 live.push_prompt(position, logprobs)
             else:
-                found[request_id] = logprobs
+                found[live.request_id] = logprobs
         return found
 
     def _observe(self, live: LiveRequest, now: int) -> None:
@@ -240,7 +269,7 @@ class Driver:
     async def _turn(self, payload: Payload, asked: Asked | None = None) -> bool:
         """One input. True when the daemon is to stop."""
         self.last_turn_ns = self._clock.mono_ns()
-        step = self.core.step(payload, self.last_turn_ns, self._clock.wall_ns())
+        step = self.core.step(payload, self.last_turn_ns, self._clock.wall_ns(), self._sent)
         if step.fault is not None:
             log.error("decision refused by the fold", input=repr(payload), error=str(step.fault))
         if step.records:
@@ -252,10 +281,11 @@ class Driver:
                 # Nothing begins on a decision that is not on disk.
                 self._held += [c for c in commands if isinstance(c, BEGINS)]
                 commands = [c for c in commands if not isinstance(c, BEGINS)]
-        for command in commands:
-            self._perform(command)
+        # First: a command is about the attempt that its turn has begun.
         for record in step.records:
             self._tell(record.payload)
+        for command in commands:
+            self._perform(command)
         if step.records:
             self.turned.set()
             self.turned = anyio.Event()
@@ -328,6 +358,10 @@ class Driver:
                 self._flush()
             await self.post(ev.Ticked())
 
+    def _sent(self, request_id: int) -> int:
+        live = self.live.get(request_id)
+        return 0 if live is None else len(live.output)
+
     def _perform(self, command: Command) -> None:
         assert self._workers is not None
         self._workers.perform(command, self.live.get(getattr(command, "request_id", 0)))
@@ -336,7 +370,7 @@ class Driver:
         """Lets clients know what was decided about their requests, and people what went
         wrong."""
         failed_for_good = isinstance(event, ev.MigrationFailed) and not event.retry_ns
-        if isinstance(event, ev.LoadFailed) or failed_for_good:
+        if isinstance(event, ev.LoadFailed | ev.RequestResumed) or failed_for_good:
             log.warning(type(event).__name__, **msgspec.structs.asdict(event))
         teller = TELLERS.get(type(event))
         if teller is None:
@@ -345,7 +379,7 @@ class Driver:
         if live is None:
             return
         teller(live, event)
-        if type(event) is ev.RequestAccepted:
+        if type(event) in (ev.RequestAccepted, ev.RequestResumed):
             return
         if type(event) is ev.PrefillStarted:
             waited = self._clock.mono_ns() - live.submitted_ns
@@ -365,6 +399,7 @@ def _owns(request: Request, replica: str, epoch: int) -> bool:
 TELLERS: dict[type[Payload], Callable[[LiveRequest, Any], None]] = {
     ev.RequestAccepted: lambda live, event: live.accept(),
     ev.PrefillStarted: lambda live, event: None,
+    ev.RequestResumed: lambda live, event: live.resume(),
     ev.RequestRejected: lambda live, event: live.refuse(event.code, event.reason),
     ev.RequestFinished: lambda live, event: live.finish(event.finish),
     ev.RequestFailed: lambda live, event: live.fail(event.code, event.reason),

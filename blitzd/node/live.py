@@ -34,6 +34,8 @@ class LiveRequest:
         self.request_id = request_id
         self.request = request
         self.seed = seed
+        self.attempt = 0
+        """Resumes so far."""
         self.output: list[int] = []
         self._scored = 1
         """The next prompt position whose logprobs the client has not got."""
@@ -78,6 +80,10 @@ class LiveRequest:
             self._scored += 1
             self._tell(Delta("", (), prompt_logprobs=(logprobs,)))
 
+    def resume(self) -> None:
+        """The client sees a pause, and nothing else."""
+        self.attempt += 1
+
     def finish(self, reason: str) -> None:
         self._ended = True
         self._tell(Delta("", (), reason))
@@ -98,6 +104,10 @@ class LiveRequest:
     def _tell(self, delta: Delta) -> None:
         self._deltas.append(delta)
         self._news.set()
+
+    def runs(self, attempt: int) -> bool:
+        """Whether that attempt is wanted still."""
+        return attempt == self.attempt and not self._ended
 
     def output_digest(self) -> str:
         """xxh3-64 of the output token ids as little-endian u32, in hex."""

@@ -5,12 +5,14 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Protocol
 
+from grpclib.const import Status
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from blitzd.control import commands as cmd
 from blitzd.events import types as ev
 from blitzd.events.record import Payload
 from blitzd.node.live import LiveRequest
+from blitzd.node.wire_ids import wire_id
 from blitzd.proto.blitzd.engine import v1 as pb
 
 LOAD_DEADLINE_S = 600.0
@@ -106,22 +108,33 @@ class WorkerCalls:
             reason,
         )
 
-    async def prefill(self, live: LiveRequest, hold: bool) -> None:
-        call = pb.PrefillRequest(request=wire_request(live), hold=hold)
-        await self._for_request(live, self._stub.prefill(call, timeout=self._deadline_s))
+    async def prefill(self, command: cmd.StartPrefill, live: LiveRequest) -> None:
+        if not live.runs(command.attempt):
+            return
+        call = pb.PrefillRequest(request=wire_request(live), hold=command.hold)
+        await self._for_request(command, self._stub.prefill(call, timeout=self._deadline_s))
 
-    async def decode_locally(self, live: LiveRequest) -> None:
-        call = pb.ResumeHeldRequest(request_ids=[live.request_id])
-        await self._for_request(live, self._stub.resume_held(call, timeout=self._deadline_s))
+    async def decode_locally(self, command: cmd.DecodeLocally, live: LiveRequest) -> None:
+        if not live.runs(command.attempt):
+            return
+        call = pb.ResumeHeldRequest(request_ids=[wire_id(live.request_id, live.attempt)])
+        await self._for_request(command, self._stub.resume_held(call, timeout=self._deadline_s))
 
-    async def _for_request(self, live: LiveRequest, call: Awaitable[object]) -> None:
+    async def _for_request(
+        self, command: cmd.StartPrefill | cmd.DecodeLocally, call: Awaitable[object]
+    ) -> None:
         try:
             await call
         except CallFailed as error:
+            # A request that this worker finds invalid is so to every other one; anything
+            # else is this worker's trouble.
+            status = error.status if isinstance(error, GRPCError) else None
+            prefill = isinstance(command, cmd.StartPrefill)
+            refused = prefill and status is Status.INVALID_ARGUMENT
             why = describe_failure(error)
-            await self._reports.post(
-                ev.RequestErrored(self._replica, self._epoch, live.request_id, why)
-            )
+            on = (self._replica, self._epoch, command.request_id)
+            errored = ev.RequestErrored(*on, why, command.attempt, lost=int(not refused))
+            await self._reports.post(errored)
 
     async def import_kv(
         self,
@@ -130,6 +143,8 @@ class WorkerCalls:
         source_endpoint: str,
         transport: pb.Transport,
     ) -> None:
+        if not live.runs(command.attempt):
+            return
         call = pb.ImportKvRequest(
             request=wire_request(live),
             lease_id=command.lease_id,
@@ -157,7 +172,7 @@ def _import_ended(lease_id: int, report: pb.ImportKvReport) -> ev.ImportEnded:
 def wire_request(live: LiveRequest) -> pb.Request:
     request = live.request
     return pb.Request(
-        request_id=live.request_id,
+        request_id=wire_id(live.request_id, live.attempt),
         prompt_tokens=list(request.prompt_tokens),
         output_tokens=list(live.output),
         max_tokens=request.max_tokens,

@@ -20,6 +20,7 @@ from blitzd.node import worker_units
 from blitzd.node.config import NodeConfig
 from blitzd.node.health_watch import HealthWatch
 from blitzd.node.live import LiveRequest
+from blitzd.node.wire_ids import wire_id
 from blitzd.node.worker_calls import (
     CALL_MARGIN_S,
     CallFailed,
@@ -326,12 +327,12 @@ class WorkerPool:
     def _prefill(self, command: cmd.StartPrefill, live: LiveRequest | None) -> None:
         worker = self._workers.get((command.replica, command.epoch))
         if worker is not None and live is not None:
-            worker.start_request(lambda: worker.calls.prefill(live, command.hold))
+            worker.start_request(lambda: worker.calls.prefill(command, live))
 
     def _decode_locally(self, command: cmd.DecodeLocally, live: LiveRequest | None) -> None:
         worker = self._workers.get((command.replica, command.epoch))
         if worker is not None and live is not None:
-            worker.start_request(lambda: worker.calls.decode_locally(live))
+            worker.start_request(lambda: worker.calls.decode_locally(command, live))
 
     def _import(self, command: cmd.ImportKv, live: LiveRequest | None) -> None:
         worker = self._workers.get((command.target, command.target_epoch))
@@ -344,13 +345,13 @@ class WorkerPool:
     def _release(self, command: cmd.ReleaseKv, live: LiveRequest | None) -> None:
         worker = self._workers.get((command.replica, command.epoch))
         if worker is not None:
-            call = pb.ReleaseKvRequest(request_ids=[command.request_id])
+            call = pb.ReleaseKvRequest(request_ids=[wire_id(command.request_id, command.attempt)])
             worker.start(self._insist(worker, worker.stub.release_kv(call, timeout=worker.call_s)))
 
     def _cancel(self, command: cmd.CancelRequest, live: LiveRequest | None) -> None:
         worker = self._workers.get((command.replica, command.epoch))
         if worker is not None:
-            call = pb.CancelRequest(request_ids=[command.request_id])
+            call = pb.CancelRequest(request_ids=[wire_id(command.request_id, command.attempt)])
             worker.start(self._insist(worker, worker.stub.cancel(call, timeout=worker.call_s)))
 
     async def _insist(self, worker: Worker, call: Awaitable[object]) -> None:

@@ -16,6 +16,7 @@ from blitzd.events import types as ev
 from blitzd.events.record import Payload
 from blitzd.node.driver import Driver
 from blitzd.node.live import LiveRequest
+from blitzd.node.wire_ids import wire_id
 from blitzd.proto.blitzd.engine import v1 as pb
 
 BLOCK_TOKENS = 64
@@ -39,7 +40,7 @@ class VirtualWorker:
     hung: bool = False
     slowness: float = 1.0
     holdings: dict[int, int] = field(default_factory=dict)
-    """Request id -> KV blocks: all that a worker could leak."""
+    """Id of an attempt -> KV blocks: all that a worker could leak."""
 
     @property
     def blocks_used(self) -> int:
@@ -53,9 +54,22 @@ class Faults:
     drop: float = 0.0
     duplicate: float = 0.0
     delay: float = 0.0
-    engine_error: float = 0.0
+    step_failure: float = 0.0
+    refusal: float = 0.0
+    bad_import: float = 0.0
     no_room: float = 0.0
     load_failure: float = 0.0
+
+
+class Job:
+    """A request as it goes over the wire: what the client has got by then is fixed."""
+
+    def __init__(self, live: LiveRequest) -> None:
+        self.id = wire_id(live.request_id, live.attempt)
+        self.seed = live.seed
+        self.prompt = len(live.request.prompt_tokens)
+        self.sent = len(live.output)
+        self.max_tokens = live.request.max_tokens
 
 
 class VirtualWorkers:
@@ -82,19 +96,19 @@ class VirtualWorkers:
             case cmd.ResetWorker():
                 self._with(command, lambda worker: worker.holdings.clear())
             case cmd.DecodeLocally():
-                if live is not None:
-                    self._run(command, self._decode, live)
+                if live is not None and live.runs(command.attempt):
+                    self._run(command, self._decode, Job(live))
             case cmd.LoadModel():
                 self._run(command, self._load)
             case cmd.StartPrefill():
-                if live is not None:
-                    self._run(command, self._prefill, live, command.hold)
+                if live is not None and live.runs(command.attempt):
+                    self._run(command, self._prefill, Job(live), command.hold)
             case cmd.ImportKv():
-                if live is not None:
+                if live is not None and live.runs(command.attempt):
                     target = cmd.LoadModel(command.target, command.target_epoch)
-                    self._run(target, self._import, command, live)
+                    self._run(target, self._import, command, Job(live))
             case cmd.ReleaseKv() | cmd.CancelRequest():
-                self._run(command, self._free, command.request_id)
+                self._run(command, self._free, wire_id(command.request_id, command.attempt))
             case cmd.ShutDown():
                 pass
 
@@ -141,9 +155,14 @@ class VirtualWorkers:
         await self._driver.post(ev.WorkerExited(worker.replica, worker.epoch, reason))
 
     def hang(self, worker: VirtualWorker) -> None:
-        """It stops answering; the watchdog ends it."""
+        """It stops answering; the watchdog ends it, unless it goes on just in time."""
         worker.hung = True
-        self._tasks.start_soon(self._end_hung, worker)
+        wakes = self._random.random() < 0.5
+        self._tasks.start_soon(self._wake if wakes else self._end_hung, worker)
+
+    async def _wake(self, worker: VirtualWorker) -> None:
+        await anyio.sleep(self._random.uniform(0.1, 0.9) * HANG_DEADLINE_S)
+        worker.hung = False
 
     async def _end_hung(self, worker: VirtualWorker) -> None:
         await anyio.sleep(HANG_DEADLINE_S)
@@ -152,7 +171,7 @@ class VirtualWorkers:
     async def _pause(self, worker: VirtualWorker, mean_s: float) -> None:
         await anyio.sleep(worker.slowness * self._random.uniform(0.5, 1.5) * mean_s)
         while worker.hung:
-            await anyio.sleep(1.0)
+            await anyio.sleep(0.1)
 
     # Answers. A gRPC stream or call is reliable while its worker lives; what may be lost,
     # late or double is the answer of a call (`certain=False`).
@@ -166,10 +185,10 @@ class VirtualWorkers:
         if self._random.random() < self.faults.duplicate:
             await self._driver.post(payload)
 
-    async def _token(self, worker: VirtualWorker, live: LiveRequest, at: int, finish: F) -> None:
+    async def _token(self, worker: VirtualWorker, job: Job, at: int, finish: F) -> None:
         report = pb.StepReport(
-            request_ids=[live.request_id],
-            token_ids=[token_at(live.seed, at)],
+            request_ids=[job.id],
+            token_ids=[token_at(job.seed, at)],
             texts=[f" {at}"],
             finish=[finish],
             running=len(worker.holdings),
@@ -195,62 +214,84 @@ class VirtualWorkers:
         ended = ev.LoadEnded(*on, "d", "map", LAYERS, LAYERS * 10, BLOCK_TOKENS, BLOCKS, reason)
         await self._post(worker, ended, certain=True)
 
-    async def _prefill(self, worker: VirtualWorker, live: LiveRequest, hold: bool) -> None:
-        prompt = len(live.request.prompt_tokens)
-        worker.holdings[live.request_id] = -(-(prompt + 1) // BLOCK_TOKENS)
-        await self._pause(worker, 0.0005 * prompt)
-        if live.request_id not in worker.holdings:
+    async def _prefill(self, worker: VirtualWorker, job: Job, hold: bool) -> None:
+        worker.holdings[job.id] = -(-(job.prompt + job.sent + 1) // BLOCK_TOKENS)
+        await self._pause(worker, 0.0005 * (job.prompt + job.sent))
+        if job.id not in worker.holdings:
             return
-        if self._random.random() < self.faults.engine_error:
-            del worker.holdings[live.request_id]
-            errored = (worker.replica, worker.epoch, live.request_id, "NaN in logits")
-            await self._post(worker, ev.RequestErrored(*errored), certain=True)
+        if self._random.random() < self.faults.step_failure:
+            await self._fail_step(worker, job)
             return
-        if live.request.max_tokens == 1:
-            del worker.holdings[live.request_id]
-            await self._token(worker, live, 0, F.LENGTH)
+        if self._random.random() < self.faults.refusal:
+            del worker.holdings[job.id]
+            await self._errors(worker, [job.id], "no such token", alone=True)
+            return
+        if job.sent + 1 == job.max_tokens:
+            del worker.holdings[job.id]
+            await self._token(worker, job, job.sent, F.LENGTH)
         elif hold:
-            await self._token(worker, live, 0, F.HELD)
+            await self._token(worker, job, job.sent, F.HELD)
         else:
-            await self._token(worker, live, 0, F.NONE)
-            await self._decode(worker, live)
+            await self._token(worker, job, job.sent, F.NONE)
+            await self._decode(worker, job, job.sent + 1)
 
-    async def _import(
-        self, worker: VirtualWorker, command: cmd.ImportKv, live: LiveRequest
+    async def _fail_step(self, worker: VirtualWorker, job: Job) -> None:
+        """Whoever happens to be in the step of `job` is lost with it."""
+        lost = [held for held in worker.holdings if held == job.id or self._random.random() < 0.5]
+        for attempt in lost:
+            del worker.holdings[attempt]
+        await self._errors(worker, lost, "NaN in logits", alone=False)
+
+    async def _errors(
+        self, worker: VirtualWorker, attempts: list[int], reason: str, *, alone: bool
     ) -> None:
+        report = pb.StepReport(
+            failed_ids=attempts,
+            errors=[reason] * len(attempts),
+            failed_alone=[alone] * len(attempts),
+            running=len(worker.holdings),
+            blocks_used=worker.blocks_used,
+        )
+        await self._driver.deliver(worker.replica, worker.epoch, report)
+
+    async def _import(self, worker: VirtualWorker, command: cmd.ImportKv, job: Job) -> None:
         source = self.workers.get((command.source, command.source_epoch))
-        tokens = len(live.request.prompt_tokens) + live.request.max_tokens
-        blocks = -(-tokens // BLOCK_TOKENS)
+        blocks = -(-(job.prompt + job.max_tokens) // BLOCK_TOKENS)
         if worker.blocks_used + blocks > BLOCKS or self._random.random() < self.faults.no_room:
             refused = ev.ImportEnded(command.lease_id, 0, 0, "no_room", "no blocks")
             await self._post(worker, refused, certain=True)
             return
-        worker.holdings[live.request_id] = blocks
+        worker.holdings[job.id] = blocks
         await self._pause(worker, 0.05)
-        if live.request_id not in worker.holdings:
+        if job.id not in worker.holdings:
             return
-        if source is None or not source.alive or live.request_id not in source.holdings:
-            del worker.holdings[live.request_id]
-            lost = ev.ImportEnded(command.lease_id, 0, 0, "source", "source was lost")
+        fault = ""
+        if source is None or not source.alive or source.holdings.get(job.id) is None:
+            fault = "source"
+        elif self._random.random() < self.faults.bad_import:
+            fault = self._random.choice(["target", "protocol", "deadline"])
+        if fault:
+            del worker.holdings[job.id]
+            lost = ev.ImportEnded(command.lease_id, 0, 0, fault, "the peer was lost")
             await self._post(worker, lost, certain=True)
             return
         # The answer and the first tokens race.
         assert worker.group is not None
         arrived = ev.ImportEnded(command.lease_id, 1000, 10)
         worker.group.start_soon(self._post, worker, arrived)
-        await self._decode(worker, live)
+        await self._decode(worker, job, job.sent)
 
-    async def _decode(self, worker: VirtualWorker, live: LiveRequest) -> None:
-        for at in range(len(live.output), live.request.max_tokens):
+    async def _decode(self, worker: VirtualWorker, job: Job, begin: int | None = None) -> None:
+        for at in range(job.sent if begin is None else begin, job.max_tokens):
             await self._pause(worker, STEP_S)
-            if live.request_id not in worker.holdings:
+            if job.id not in worker.holdings:
                 return
-            last = at == live.request.max_tokens - 1
+            last = at == job.max_tokens - 1
             if last:
-                del worker.holdings[live.request_id]
-            await self._token(worker, live, at, F.LENGTH if last else F.NONE)
+                del worker.holdings[job.id]
+            await self._token(worker, job, at, F.LENGTH if last else F.NONE)
 
-    async def _free(self, worker: VirtualWorker, request_id: int) -> None:
+    async def _free(self, worker: VirtualWorker, attempt: int) -> None:
         await self._pause(worker, 0.002)
-        worker.holdings.pop(request_id, None)
+        worker.holdings.pop(attempt, None)
         await self._occupancy(worker)

@@ -110,7 +110,9 @@ class Scenario:
             drop=sometimes(0.2),
             duplicate=sometimes(0.2),
             delay=sometimes(0.5),
-            engine_error=sometimes(0.2),
+            step_failure=sometimes(0.2),
+            refusal=sometimes(0.2),
+            bad_import=sometimes(0.3),
             no_room=sometimes(0.5),
             load_failure=sometimes(0.5),
         )

@@ -28,7 +28,7 @@ from tests.control.harness import MS, Harness
 from tests.corpus import corpus, current, expected_of
 
 WALL_NS = 1_764_435_600_123_456_789
-FAULTS = current("seed1")
+FAULTS = current("seed52")
 
 
 class Answer:

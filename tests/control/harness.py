@@ -22,6 +22,8 @@ class Harness:
         self.core = Core(ClusterState())
         self.policy = Policy(**policy)
         self.now = 0
+        self.sent: dict[int, int] = {}
+        """Output tokens that clients have got."""
         self._followed = ClusterState()
         self.log: list[Record] = []
         self.commands: list[Command] = []
@@ -34,7 +36,7 @@ class Harness:
     def feed(self, payload: Payload) -> list[Payload]:
         """The events that came of it. Fails when the fold refused a decision, or a state
         between two of the events does not keep the invariants."""
-        step = self.core.step(payload, self.now, 0)
+        step = self.core.step(payload, self.now, 0, lambda id: self.sent.get(id, 0))
         assert step.fault is None, step.fault
         for record in step.records:
             fold(self._followed, record)

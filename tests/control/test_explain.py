@@ -53,7 +53,8 @@ def test_the_chosen_one_is_the_one_that_the_facts_choose(log: Path) -> None:
         [chosen] = [c for c in found.candidates if c.chosen]
         could = [c for c in found.candidates if not c.refusal]
         load = order[type(record.payload)]
-        assert chosen == min(could, key=lambda c: (c.facts[load], c.replica)), record
+        first = min(could, key=lambda c: (c.facts["lost"], c.facts[load], c.replica))
+        assert chosen == first, record
         assert found.cause is not None
         assert found.cause["kind"] == "input"
 

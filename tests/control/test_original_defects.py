@@ -32,11 +32,14 @@ def test_a1_blocks_come_back_however_a_request_ends() -> None:
         lambda world: world.feed(ev.ClientLeft(1)),
         lambda world: world.feed(ev.RequestErrored("r1", 1, 1, "NaN")),
         lambda world: world.feed(ev.WorkerExited("r1", 1, "killed")),
+        lambda world: world.feed(ev.RequestErrored("r1", 1, 1, "step failed", lost=1)),
     ):
         world = decoding("prefill", "decode")
         assert reserved(world)["r1"] > 0
         end(world)
-        assert set(reserved(world).values()) == {0}
+        assert reserved(world)["r1"] == 0
+        # What is left is where the request goes on, if it does.
+        assert reserved(world)["r0"] == sum(r.source_blocks for r in world.state.requests.values())
 
 
 def test_a2_a_client_that_leaves_the_queue_takes_its_tokens_along() -> None:
@@ -196,7 +199,8 @@ def test_one_dead_worker_takes_nobody_else_along() -> None:
     world = decoding("prefill", "decode", "decode", requests=2)
     on = {request_id: world.state.requests[request_id].target for request_id in (1, 2)}
     world.feed(ev.WorkerExited(on[1], 1, "killed"))
-    assert list(world.state.requests) == [2]
+    assert world.request_state(1) is RequestState.PREFILLING
+    assert world.request_state(2) is RequestState.DECODING
     assert world.commanded(SpawnWorker) == [SpawnWorker(on[1], 2)]
 
 

@@ -1,6 +1,8 @@
 """Replica transitions, each reached by feeding `step` an input. Numbers are the rows of the
 original's table (reference 1.3)."""
 
+import pytest
+
 from blitzd.control.commands import (
     DecodeLocally,
     EndWorker,
@@ -472,16 +474,24 @@ def test_a_drained_replica_is_not_brought_back_by_a_plan_but_by_its_operator() -
     assert world.replica("r0").state is ReplicaState.LOADING_PREFILL
 
 
-def test_a_drain_deadline_ends_what_is_left_and_says_so() -> None:
-    world = Harness().serving("prefill", "decode", "decode")
+@pytest.mark.parametrize("others", [("decode",), ()])
+def test_what_is_left_at_a_drain_deadline_goes_on_elsewhere_or_ends(others: tuple[str]) -> None:
+    world = Harness().serving("prefill", "decode", *others)
     world.arrive(1)
     world.first_token(1)
     world.imported(1)
     target = world.state.requests[1].target
     world.feed(ev.DrainRequested(target, world.now + 100 * MS))
     assert world.state.to_json()["replicas"][1]["drain_deadline_ns"] == world.now + 100 * MS
-    failed = only(world.after(ms=100), ev.RequestFailed)
-    assert failed.code == "drain_deadline"
+    events = world.after(ms=100)
+    if others:
+        resumed = only(events, ev.RequestResumed)
+        assert (resumed.cause, resumed.replica) == ("drain_deadline", target)
+        assert world.request_state(1) is RequestState.PREFILLING
+    else:
+        failed = only(events, ev.RequestFailed)
+        assert failed.code == "drain_deadline"
+        assert failed.reason == f"replica {target} was drained and its deadline has passed"
     assert world.replica(target).state is ReplicaState.SHUTTING_NULL
 
 

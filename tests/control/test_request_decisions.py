@@ -111,34 +111,6 @@ def test_no_room_after_all_is_asked_again_later() -> None:
     assert call.lease_id != lease
 
 
-@pytest.mark.parametrize("fault", ["source", "target", "deadline", "protocol"])
-def test_a_failed_hand_over_ends_the_request_and_frees_both_sides(fault: str) -> None:
-    world = Harness().serving("prefill", "decode")
-    world.arrive(1)
-    world.first_token(1)
-    events = world.feed(ev.ImportEnded(1, 0, 0, fault, "peer r0/1 was lost"))
-    failed = only(events, ev.RequestFailed)
-    assert failed.code == "handover_failed"
-    assert "peer r0/1 was lost" in failed.reason
-    assert set(world.commands) == {CancelRequest("r0", 1, 1), CancelRequest("r1", 1, 1)}
-    assert not world.state.requests
-    assert not world.state.leases
-
-
-def test_a_lease_expires_by_itself() -> None:
-    world = Harness(lease_ttl_ms=1000).serving("prefill", "decode")
-    world.arrive(1)
-    world.first_token(1)
-    world.after(ms=999)
-    assert world.state.leases
-    events = world.after(ms=1)
-    assert only(events, ev.MigrationFailed).fault == "deadline"
-    assert only(events, ev.RequestFailed).reason.endswith("not there after 1000 ms")
-    # The late answer is counted and changes nothing.
-    [late] = world.feed(ev.ImportEnded(1, 1000, 10))
-    assert isinstance(late, ev.StaleNoticeIgnored)
-
-
 def test_tokens_may_come_before_the_answer_to_the_import() -> None:
     world = Harness().serving("prefill", "decode")
     world.arrive(1)
@@ -175,21 +147,6 @@ def test_a_client_that_leaves_frees_everything_in_every_phase(phase: str) -> Non
     assert not world.state.requests
     assert not world.state.leases
     assert world.state.to_json()["requests"]["cancelled"] == 1
-
-
-def test_a_lost_worker_ends_its_requests_and_only_those() -> None:
-    world = Harness().serving("prefill", "decode", "decode")
-    for request_id in (1, 2):
-        world.arrive(request_id)
-        world.first_token(request_id)
-        world.imported(request_id)
-    assert {world.state.requests[i].target for i in (1, 2)} == {"r1", "r2"}
-    lost = world.state.requests[1].target
-    events = world.feed(ev.WorkerExited(lost, 1, "killed by SIGKILL"))
-    failed = only(events, ev.RequestFailed)
-    assert (failed.request_id, failed.code) == (1, "worker_lost")
-    assert failed.reason == f"replica {lost} was lost: killed by SIGKILL"
-    assert world.request_state(2) is RequestState.DECODING
 
 
 def test_more_than_the_queue_holds_is_refused_and_counted() -> None:

@@ -71,13 +71,20 @@ def test_each_attempt_is_a_hop_and_says_why_it_failed(world: Harness) -> None:
     world.feed(ev.ImportEnded(1, 0, 0, "no_room", "12 blocks short"))
     world.after(100)
     world.feed(ev.WorkerExited("r1", 1, "killed by SIGKILL"))
+    world.attach("r1")
+    world.load("r1")
+    world.sent[1] = 1
+    world.feed(ev.WorkerExited("r0", 1, "out of memory"))
     story = tell(world.log, 1)
     assert [(h.outcome, h.reason) for h in story.hops] == [
         ("no_room", "12 blocks short"),
-        ("failed", ""),
+        ("target", "killed by SIGKILL"),
+        ("resumed", ""),
     ]
-    assert story.state == "failed"
-    assert story.why == "worker_lost: replica r1 was lost: killed by SIGKILL"
+    assert story.state == "queued"
+    resumed = story.milestones[-1]
+    assert (resumed.event, resumed.replica) == ("RequestResumed", "r0/1")
+    assert resumed.detail["output_tokens"] == 1
     assert story.causes[-1].type == "WorkerExited"
 
 

@@ -16,6 +16,7 @@ from blitzd.node.driver import Driver
 from blitzd.node.face import GenerateRequest, RequestRefused
 from blitzd.node.live import LiveRequest
 from blitzd.node.observe import new_observations
+from blitzd.node.wire_ids import wire_id
 from blitzd.proto.blitzd.engine import v1 as pb
 from tests.chaos.world import VirtualClock, VirtualDisk
 
@@ -136,7 +137,7 @@ def test_the_last_token_of_the_last_request_ends_a_drain() -> None:
         await anyio.sleep(0.1)
         assert cmd.ShutDown not in world.workers.kinds()
         last = pb.StepReport(
-            request_ids=[live.request_id],
+            request_ids=[wire_id(live.request_id, 0)],
             token_ids=[5],
             texts=["five"],
             finish=[pb.FinishReason.LENGTH],

@@ -35,7 +35,7 @@ from blitzd.node.restore import restore
 from tests.chaos.world import VirtualClock
 from tests.corpus import current
 
-CORPUS = current("seed3")
+CORPUS = current("seed77")
 RECORDS = list(LogReader(CORPUS).records())
 TURN_ENDS = [after.seq - 1 for after in RECORDS[1:] if not after.cause] + [RECORDS[-1].seq]
 

@@ -671,6 +671,9 @@ default_message_pool.register_message(
 @dataclass(eq=False, repr=False)
 class Request(betterproto2.Message):
     request_id: "int" = betterproto2.field(1, betterproto2.TYPE_UINT64)
+    """
+    of one attempt: a request that is resumed gets another
+    """
 
     prompt_tokens: "list[int]" = betterproto2.field(
         2, betterproto2.TYPE_UINT32, repeated=True
@@ -842,6 +845,14 @@ class StepReport(betterproto2.Message):
     """
 
     errors: "list[str]" = betterproto2.field(7, betterproto2.TYPE_STRING, repeated=True)
+
+    failed_alone: "list[bool]" = betterproto2.field(
+        23, betterproto2.TYPE_BOOL, repeated=True
+    )
+    """
+    One per failed_ids: the request itself cannot go on, anywhere (true), or the step
+    failed with whoever was in it (false).
+    """
 
     running: "int" = betterproto2.field(8, betterproto2.TYPE_UINT32)
     """
