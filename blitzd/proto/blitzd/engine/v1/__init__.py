@@ -847,7 +847,7 @@ class StepReport(betterproto2.Message):
     errors: "list[str]" = betterproto2.field(7, betterproto2.TYPE_STRING, repeated=True)
 
     failed_alone: "list[bool]" = betterproto2.field(
-        23, betterproto2.TYPE_BOOL, repeated=True
+        22, betterproto2.TYPE_BOOL, repeated=True
     )
     """
     One per failed_ids: the request itself cannot go on, anywhere (true), or the step
