@@ -1,6 +1,7 @@
 """Whether the kernel killed a process for lack of memory. Only its counters say so: the
 signal is the same as anybody's."""
 
+import os
 from pathlib import Path
 
 POSSIBLY = "possibly out of memory"
@@ -49,19 +50,35 @@ class OomKills:
 
 
 def _counter(pid: int) -> Path | None:
-    """memory.events of cgroup v2, memory.oom_control of v1: whichever the process has."""
+    """memory.oom_control of cgroup v1, memory.events of v2: whichever the process has.
+
+    A unit's cgroup goes with its process, and the counter with it; of v2 the parent's counts
+    what is below it.
+    """
+    group = _memory_group(pid)
+    if group is None:
+        return None
+    path, version = group
+    if version == 1:
+        return path / "memory.oom_control"
+    if group != _memory_group(os.getpid()):
+        path = path.parent
+    return path / "memory.events"
+
+
+def _memory_group(pid: int) -> tuple[Path, int] | None:
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
         return None
+    found = None
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            return CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control"
-    for line in lines:
-        if line.startswith("0::"):
-            return CGROUPS / line[3:].lstrip("/") / "memory.events"
-    return None
+            return CGROUPS / "memory" / path.lstrip("/"), 1
+        if not controllers:
+            found = CGROUPS / path.lstrip("/"), 2
+    return found
 
 
 def yield_memory_first(pid: int) -> None:

@@ -14,9 +14,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from blitzd.node.oom import POSSIBLY, OomKills, yield_memory_first
+from blitzd.node.pidfd import exit_code
 
 Cause = Callable[[], Awaitable[str]]
-"""How a process that is not our child died; asked after its death."""
+"""How a process that is not our child died, for kernels that do not say; asked after it."""
 
 
 class WorkerProcess:
@@ -60,26 +61,35 @@ class WorkerProcess:
     def _died(self) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._pidfd)
-        result = None
-        with contextlib.suppress(ChildProcessError):
-            result = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
-        os.close(self._pidfd)
         self._exited.set()
+        try:
+            result = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
+        except ChildProcessError:
+            self._asking = loop.create_task(self._ask())
+            return
+        os.close(self._pidfd)
         if result is not None:
-            self._on_exit(self._describe(result))
+            exited = result.si_code == os.CLD_EXITED
+            self._on_exit(self._describe(result.si_status if exited else -result.si_status))
+
+    async def _ask(self) -> None:
+        """Of one that is not our child."""
+        try:
+            code = await exit_code(self._pidfd)
+        finally:
+            os.close(self._pidfd)
+        if code is not None:
+            self._on_exit(self._describe(code))
         elif self._cause is not None:
-            self._asking = loop.create_task(self._ask(self._cause))
+            self._on_exit(await self._cause())
         else:
             self._on_exit(f"ended; an earlier daemon started it{self._out_of_memory()}")
 
-    async def _ask(self, cause: Cause) -> None:
-        self._on_exit(await cause())
-
-    def _describe(self, result: os.waitid_result) -> str:
-        if result.si_code == os.CLD_EXITED:
-            return f"exited with status {result.si_status}"
-        how = f"killed by {signal.Signals(result.si_status).name}"
-        return how + self._out_of_memory() if result.si_status == signal.SIGKILL else how
+    def _describe(self, code: int) -> str:
+        if code >= 0:
+            return f"exited with status {code}"
+        how = f"killed by {signal.Signals(-code).name}"
+        return how + self._out_of_memory() if code == -signal.SIGKILL else how
 
     def _out_of_memory(self) -> str:
         """Even when we have killed it: what the kernel kills breaks its streams first, and for

@@ -11,7 +11,9 @@ import contextlib
 import os
 import shlex
 import signal
+import subprocess
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 START_S = 20.0
@@ -60,11 +62,11 @@ async def start(name: str, options: Sequence[str]) -> int:
 
 
 async def cause(name: str) -> str:
-    """How the process of a unit died."""
+    """How the process of a unit died, on kernels whose pidfds do not say (before 6.15)."""
     with contextlib.suppress(UnitFailed, TimeoutError):
         async with asyncio.timeout(CAUSE_S):
             while True:
-                shown = await show(name, *ENDING)
+                shown = await show(name, *ENDING, timeout_s=CAUSE_S)
                 if shown.get("ActiveState") in ENDED:
                     return _describe(shown)
                 await asyncio.sleep(0.005)  # the manager has yet to notice
@@ -92,30 +94,23 @@ async def forget(name: str) -> None:
         await _systemctl("reset-failed", unit_of(name))
 
 
-async def show(name: str, *properties: str) -> dict[str, str]:
-    text = await _systemctl("show", unit_of(name), "--property", ",".join(properties))
+async def show(name: str, *properties: str, timeout_s: float = START_S) -> dict[str, str]:
+    wanted = ",".join(properties)
+    text = await _systemctl("show", unit_of(name), "--property", wanted, timeout_s=timeout_s)
     return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
 
 
-async def _systemctl(*args: str) -> str:
+async def _systemctl(*args: str, timeout_s: float = START_S) -> str:
     """What it prints. Raises UnitFailed with what it complains about."""
-    argv = ("systemctl", "--no-ask-password", "--no-pager", *args)
-    pipe = asyncio.subprocess.PIPE
+    argv = ["systemctl", "--no-ask-password", "--no-pager", *args]
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=timeout_s, check=False)
     try:
-        process = await asyncio.create_subprocess_exec(*argv, stdout=pipe, stderr=pipe)
+        done = await asyncio.to_thread(run, argv)
     except OSError as error:
         raise UnitFailed(f"systemctl: {error}") from error
-    try:
-        async with asyncio.timeout(START_S):
-            printed, complaint = await process.communicate()
-    except BaseException as error:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        if isinstance(error, TimeoutError):
-            raise UnitFailed(f"{' '.join(argv)}: no answer within {START_S:g} s") from error
-        raise
-    if process.returncode:
-        raise UnitFailed(
-            complaint.decode(errors="replace").strip() or f"systemctl {args[0]} failed"
-        )
-    return printed.decode(errors="replace")
+    except subprocess.TimeoutExpired as error:
+        raise UnitFailed(f"{' '.join(argv)}: no answer within {timeout_s:g} s") from error
+    if done.returncode:
+        reason = done.stderr.strip()
+        raise UnitFailed(reason or f"systemctl {args[0]}: exit code {done.returncode}")
+    return str(done.stdout)

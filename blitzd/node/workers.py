@@ -32,6 +32,8 @@ from blitzd.node.worker_process import Cause, WorkerProcess
 from blitzd.proto.blitzd.engine import v1 as pb
 
 END_GRACE_S = 3.0
+DYING_S = 0.2
+"""Between the end of a dying worker's connections and that of its process."""
 
 log = structlog.get_logger()
 
@@ -91,12 +93,10 @@ class Worker:
 
     def give_up(self, why: str) -> None:
         """Kills what does not answer; its exit then takes the usual way."""
-        if self.told_to_end:
+        if self.told_to_end or self.process is None or not self.process.alive:
             return
-        # Its death breaks streams and calls, which then come here too.
         self.why = self.why or why
-        if self.process is not None:
-            self.process.signal(signal.SIGKILL)
+        self.process.signal(signal.SIGKILL)
 
     def close(self) -> None:
         for task in self.tasks:
@@ -255,8 +255,9 @@ class WorkerPool:
             why = "ended its token stream"
         except CallFailed as error:
             why = f"token stream broke: {describe_failure(error)}"
-        # Without the stream its tokens are lost, so it cannot be used any more. When it
-        # died, its exit is noticed by itself and this is only another witness.
+        # Without the stream its tokens are lost, so it cannot be used any more. When it is
+        # dying, its exit says better what happened.
+        await asyncio.sleep(DYING_S)
         worker.give_up(why)
 
     async def _check_health(self, worker: Worker) -> None:

@@ -11,7 +11,7 @@ import pytest
 from blitzd.events import types as ev
 from tests.node.pools import Pool, pool
 
-DEADLINE_S = 1.5
+DEADLINE_S = 2.0
 # Other tenants of the machine hold the tests up, too.
 SLACK_S = 1.0
 
@@ -67,10 +67,10 @@ def test_an_event_loop_that_is_stuck_is_a_hang_though_the_worker_computes(
 
 def test_steps_longer_than_the_hang_deadline_are_none(tmp_path: Path) -> None:
     async def slow() -> None:
-        # 4 layers: 2 s a step, twice the deadline.
-        async with pool(tmp_path, hang_deadline_s=1.0, pace_layer_ms=500.0) as running:
-            running.generate(3)
-            await running.kept.until(lambda: len(running.kept.tokens) == 3)
+        # 4 layers: 4 s a step, twice the deadline.
+        async with pool(tmp_path, hang_deadline_s=DEADLINE_S, pace_layer_ms=1000.0) as running:
+            running.generate(2)
+            await running.kept.until(lambda: len(running.kept.tokens) == 2)
             assert not [p for p in running.kept.posted if isinstance(p, ev.WorkerExited)]
 
     asyncio.run(slow())
@@ -88,9 +88,9 @@ def test_a_step_that_does_not_end_has_its_own_deadline(tmp_path: Path) -> None:
 
 def test_a_daemon_that_was_held_up_itself_blames_nobody(tmp_path: Path) -> None:
     async def held_up() -> None:
-        async with pool(tmp_path, hang_deadline_s=0.5) as running:
-            for _ in range(3):
-                time.sleep(2.0)  # noqa: ASYNC251 - it stands for a machine that was suspended
+        async with pool(tmp_path, hang_deadline_s=DEADLINE_S) as running:
+            for _ in range(2):
+                time.sleep(2 * DEADLINE_S)  # noqa: ASYNC251 - it stands for a machine that was suspended
                 await asyncio.sleep(0.3)
             assert not [p for p in running.kept.posted if isinstance(p, ev.WorkerExited)]
             os.kill(running.pid, signal.SIGSTOP)

@@ -193,7 +193,7 @@ def test_the_life_of_a_daemon_as_its_manager_sees_it(
     # It listens from then on. That it serves is another question, with a route of its own.
     assert get(f"{url}/live").status == 200
     wait_for("replicas", came("STATUS=1 prefill, 1 decode; 0 requests"), 60)
-    assert listener.lines("STATUS=model tiny.gguf as float32")
+    assert listener.lines("STATUS=model tiny")
     assert not listener.lines("EXTEND") and not listener.lines("STOPPING")
 
     since = time.monotonic()
@@ -215,3 +215,24 @@ def test_the_life_of_a_daemon_as_its_manager_sees_it(
     pings = [at for at, line in listener.got if line == "WATCHDOG=1" and at > since]
     gaps = [b - a for a, b in pairwise(pings)]
     assert max(gaps) < 2.0, f"the manager would have ended it: {gaps}"
+
+
+def test_a_second_signal_ends_the_drain(
+    served: tuple[subprocess.Popen[bytes], Listener, str],
+) -> None:
+    process, listener, url = served
+    wait_for("replicas", lambda: bool(listener.lines("STATUS=1 prefill, 1 decode; 0")), 60)
+    body = b'{"model":"tiny","prompt":"a","max_tokens":2000,"ignore_eos":true,"stream":true}'
+    with get(f"{url}/v1/completions", body) as answer:
+        assert answer.readline().startswith(b"data: {")
+        process.send_signal(signal.SIGTERM)
+        wait_for("draining", lambda: bool(listener.lines("STATUS=draining")), 10)
+        assert answer.readline() == b"\n"
+        assert answer.readline().startswith(b"data: {"), "what runs goes on"
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        rest = answer.read()
+    process.wait(20)
+    assert time.monotonic() - began < 10, "the deadline was 30 s"
+    assert process.returncode == 0
+    assert b'"error"' in rest.splitlines()[-2] + rest.splitlines()[-3]
