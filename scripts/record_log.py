@@ -23,11 +23,12 @@ from blitzd.fsm import ClusterState
 from blitzd.fsm.replaying import replay
 from tests.chaos.world import run_seed
 from tests.control.harness import Harness
+from tests.control.virtual_load import VirtualLoad
 from tests.corpus import LOGS, Expected
 
 RECORDS_MAX = 1100
 """Of a log. Enough for a state hash in it, small enough for a repository."""
-USUAL = ("pairs", "restarts", "resumes", "29", "52", "77")
+USUAL = ("pairs", "restarts", "resumes", "plan", "17", "52", "77")
 """Together they hold every type of record that the daemon writes."""
 
 SEGMENT_BYTES = 24 << 10
@@ -155,7 +156,19 @@ def resumes() -> list[Record]:
     return world.log
 
 
-SCRIPTS = {"pairs": live_pairs, "restarts": restarts, "resumes": resumes}
+def planned() -> list[Record]:
+    """The planner goes up and down with a burst, is pinned by an operator and released."""
+    world = Harness(autoscale=1, scale_down_window_ms=1000, arrival_window_ms=1000)
+    world.serving("prefill", "decode", *["spare"] * 4)
+    load = VirtualLoad(world)
+    load.arrivals(1, 4, per_s=10, prompt=300)
+    load.at(20 * 10**9, lambda: ev.ScaleRequested(2, 1))
+    load.at(21 * 10**9, ev.ReleaseRequested)
+    load.run(22)
+    return world.log
+
+
+SCRIPTS = {"pairs": live_pairs, "restarts": restarts, "resumes": resumes, "plan": planned}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ decides again as it did.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from blitzd.control import replicas, requests, restarts, roles, scaling
+from blitzd.control import planner, replicas, requests, restarts, roles, scaling
 from blitzd.control.commands import Command, EndWorker, ShutDown
 from blitzd.control.policy import Policy
 from blitzd.control.resume import fail
@@ -72,6 +72,7 @@ HANDLERS: dict[type[Payload], Callable[[Turn, Any], None]] = {
     ev.PairDrained: roles.pair_drained,
     ev.ScaleRequested: scaling.scale_requested,
     ev.RemoveRequested: scaling.remove_requested,
+    ev.ReleaseRequested: planner.release_requested,
     ev.RestartRequested: restarts.restart_requested,
     ev.RollingRestartRequested: restarts.rolling_restart_requested,
     ev.PolicyRequested: roles.policy_requested,
@@ -105,6 +106,7 @@ class Core:
         fault: Exception | None = None
         try:
             HANDLERS[type(payload)](turn, payload)
+            planner.plan(turn)
             scaling.scale(turn)
             roles.settle(turn)
             replicas.tend(turn)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from blitzd.control.explain_plan import plan_facts
 from blitzd.control.offers import Offer, decode_offer, prefill_offer
 from blitzd.control.policy import Policy
 from blitzd.events import types as ev
@@ -73,6 +74,8 @@ def facts_of(state: ClusterState, policy: Policy, record: Record, cause: Payload
         found |= _admission_facts(state)
     if isinstance(event, SCALING) or isinstance(cause, ev.ScaleRequested):
         found["scale"] = _scale_facts(state)
+    if isinstance(event, ev.PlanDecided | ev.PlanHeld):
+        found |= plan_facts(state, policy, event)
     if names := POLICY_OF.get(type(event)):
         found["policy"] = {name: getattr(policy, name) for name in names}
     return found

@@ -83,6 +83,17 @@ RULES: dict[type[Payload], str] = {
     ev.RollingRestartEnded: "Each has left the epoch it had, or one did not come back.",
     ev.ReplicaCordoned: "Drained while it served nothing new: no plan brings it back.",
     ev.PolicyChanged: "Each value is within its bounds and differs from the one before.",
+    ev.PlanDecided: (
+        "The planner: a role with fewer replicas than the load needs goes up to the middle of what"
+        " is needed, one that had more for scale_down_window_ms goes down to the most that was"
+        " needed meanwhile; counts that are no longer there are corrected."
+    ),
+    ev.PlanHeld: (
+        "The planner changes nothing; its reason is another than before, or the load of a role"
+        " that waits to go down rose."
+    ),
+    ev.PlannerPinned: "An operator who sets counts owns them for manual_hold_ms (0: for good).",
+    ev.PlannerReleased: "The counts are the planner's again: an operator said so, or time is over.",
     ev.CommandRefused: "A command that does not fit the state is refused; nothing else changed.",
     ev.RequestAccepted: "The node runs, the queue has room, and some replica is large enough.",
     ev.RequestRejected: (

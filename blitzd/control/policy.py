@@ -10,6 +10,8 @@ from blitzd.control.commands import MAX_ATTEMPTS
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
 Flag = Annotated[int, Meta(ge=0, le=1)]
+OrNone = Annotated[int, Meta(ge=0, le=1_000_000_000)]
+"""0: none."""
 
 
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,6 +50,41 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     restart_limit_ms: Milliseconds = 600_000
     """A restarted replica that does not serve after so long, beside its drain and its wait
     for a stand-in, is given up."""
+
+    # The planner (`control/planner.py`). Bounds come in pairs: above the high one a role is
+    # scaled up, below the low one, for a while, down; one of 0 leaves the term out.
+    autoscale: Flag = 0
+    """1: the planner decides how many replicas of each role there are."""
+    plan_tick_ms: Milliseconds = 250
+    """Between two changes of the same plan, and between two records of a wait."""
+    scale_down_window_ms: Milliseconds = 5_000
+    """A role is scaled down when its load was low for so long."""
+    arrival_window_ms: Milliseconds = 5_000
+    """The rate of arrivals is an average over so long."""
+    manual_hold_ms: OrNone = 0
+    """Counts that an operator set stay for so long; 0: until they are released."""
+    min_prefill: Count = 1
+    max_prefill: Count = 64
+    min_decode: Count = 1
+    max_decode: Count = 64
+    prefill_tokens_per_s: OrNone = 0
+    """Of one prefill replica; 0: as observed."""
+    transfer_tokens_per_s: OrNone = 0
+    """Of KV into one decode replica; 0: as observed."""
+    prefill_backlog_high_ms: OrNone = 700
+    """How long the replicas would need for the prompts that wait."""
+    prefill_backlog_low_ms: OrNone = 500
+    prefill_use_high_ppm: OrNone = 800_000
+    """Share of their time that arriving prompts take."""
+    prefill_use_low_ppm: OrNone = 500_000
+    decode_use_high_ppm: OrNone = 800_000
+    """Share of KV blocks in use."""
+    decode_use_low_ppm: OrNone = 450_000
+    transfer_backlog_high_ms: OrNone = 800
+    """How long the KV that waits would need to move."""
+    transfer_backlog_low_ms: OrNone = 400
+    plan_original: Flag = 0
+    """1: the original's formulas, tick for tick, to compare with (reference 3.3)."""
 
     def pairs(self) -> tuple[tuple[str, int], ...]:
         return tuple(sorted(msgspec.structs.asdict(self).items()))

@@ -264,3 +264,8 @@ class RemoveRequested(Payload, frozen=True, array_like=True):
     """An operator wants one replica less of this one's role, and this one to go."""
 
     replica: str
+
+
+@record_type(35, Kind.INPUT, Durability.ACK)
+class ReleaseRequested(Payload, frozen=True, array_like=True):
+    """An operator gives the counts of replicas back to the planner."""

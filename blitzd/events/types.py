@@ -6,6 +6,7 @@ state is folded from; those about the node and the log itself are here.
 """
 
 from blitzd.events.inputs import *
+from blitzd.events.plan_events import *
 from blitzd.events.record import Durability, Kind, Payload, record_type
 from blitzd.events.replica_events import *
 from blitzd.events.request_events import *

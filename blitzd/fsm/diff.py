@@ -16,7 +16,7 @@ EVENTS_KEPT = 8
 
 class Change(msgspec.Struct, frozen=True):
     entity: str
-    """node, replica, request, lease or pair."""
+    """node, plan, replica, request, lease or pair."""
     key: str | int
     field: str
     """Empty: the whole entity came or went."""
@@ -92,7 +92,7 @@ def _values(state: ClusterState, key: Key) -> dict[str, Any] | None:
     entity = state.entity(*key)
     if entity is None:
         return None
-    # The dicts of a node are changed in place.
+    # The dicts of a node and of the plan are changed in place.
     return {
         name: dict(value) if isinstance(value, dict) else value
         for name, value in msgspec.structs.asdict(entity).items()
@@ -119,7 +119,7 @@ def _change(key: Key, name: str, before: Any, after: Any, tracked: _Tracked) -> 
     return Change(*key, name, before, after, tuple(marks.newest), marks.count)
 
 
-KINDS = ("node", "replica", "request", "lease", "pair")
+KINDS = ("node", "plan", "replica", "request", "lease", "pair")
 
 
 def _order(key: Key) -> tuple[int, bool, str | int]:

@@ -4,6 +4,7 @@ from blitzd.events.record import Kind, Record
 from blitzd.fsm import (
     fold_node,
     fold_pairs,
+    fold_plan,
     fold_replicas,
     fold_requests,
     fold_restarts,
@@ -13,7 +14,15 @@ from blitzd.fsm.folding import FOLDERS
 from blitzd.fsm.state import ClusterState
 
 # Importing them registers their folders.
-SUBJECTS = (fold_node, fold_replicas, fold_roles, fold_pairs, fold_requests, fold_restarts)
+SUBJECTS = (
+    fold_node,
+    fold_replicas,
+    fold_roles,
+    fold_pairs,
+    fold_plan,
+    fold_requests,
+    fold_restarts,
+)
 
 
 def fold(state: ClusterState, record: Record) -> None:

@@ -15,10 +15,14 @@ def _(state: ClusterState, event: ev.NodeStarted, record: Record) -> None:
     # The core's clock starts again with each boot, so times of the last one mean nothing.
     for replica in state.replicas.values():
         replica.retry_ns = replica.failures = 0
+        replica.prompt_ns = replica.import_ns = 0
         replica.trouble = ""
         if replica.restart_epoch:
             replica.restart_ns = record.mono_ns
         state.touch("replica", replica.id)
+    if state.entity("plan", 0) is not None:
+        state.plan.restart(record.mono_ns)
+        state.touch("plan", 0)
     state.touch("node", 0)
 
 

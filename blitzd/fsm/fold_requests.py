@@ -2,9 +2,10 @@
 
 from blitzd.events import types as ev
 from blitzd.events.record import Record
+from blitzd.fsm import fold_plan
 from blitzd.fsm.folding import IllegalEvent, count, folds, lease_of, replica_of, request_of
 from blitzd.fsm.request import RequestState, next_request_state
-from blitzd.fsm.state import ClusterState, Lease, Loss, Request
+from blitzd.fsm.state import ClusterState, Lease, Loss, Replica, Request
 from blitzd.fsm.table import ACCEPTS_KV, ACCEPTS_PROMPTS, ReplicaState
 
 
@@ -23,6 +24,7 @@ def _(state: ClusterState, event: ev.RequestAccepted, record: Record) -> None:
         resumable=event.resumable,
     )
     state.touch("request", event.request_id)
+    fold_plan.arrived(state, event.prompt_tokens, record.mono_ns)
 
 
 @folds(ev.RequestRejected)
@@ -33,8 +35,10 @@ def _(state: ClusterState, event: ev.RequestRejected, record: Record) -> None:
 @folds(ev.PrefillStarted)
 def _(state: ClusterState, event: ev.PrefillStarted, record: Record) -> None:
     request = request_of(state, event.request_id)
-    _accepting(state, event.replica, event.epoch, ACCEPTS_PROMPTS, "prompts")
-    request.state = next_request_state(request.id, request.state, "prefill")
+    replica = _accepting(state, event.replica, event.epoch, ACCEPTS_PROMPTS, "prompts")
+    moved_to = next_request_state(request.id, request.state, "prefill")
+    fold_plan.granted(state, replica, record.mono_ns)
+    request.state = moved_to
     request.source, request.source_epoch = event.replica, event.epoch
     request.source_blocks = event.blocks
     state.touch("request", request.id)
@@ -42,16 +46,19 @@ def _(state: ClusterState, event: ev.PrefillStarted, record: Record) -> None:
 
 def _accepting(
     state: ClusterState, replica_id: str, epoch: int, states: frozenset[ReplicaState], what: str
-) -> None:
+) -> Replica:
     """The guard: raises IllegalEvent when `what` may not enter the replica now."""
     replica = replica_of(state, replica_id, epoch)
     if replica.state not in states:
         raise IllegalEvent(f"replica {replica.id} is {replica.state}: it accepts no {what}")
+    return replica
 
 
 @folds(ev.PrefillFinished)
 def _(state: ClusterState, event: ev.PrefillFinished, record: Record) -> None:
     request = request_of(state, event.request_id)
+    next_request_state(request.id, request.state, "stay" if event.stays else "first_token")
+    fold_plan.prefilled(state, request, record.mono_ns)
     if event.stays:
         request.state = next_request_state(request.id, request.state, "stay")
         settle_down(request)
@@ -103,6 +110,7 @@ def _(state: ClusterState, event: ev.MigrationFinished, record: Record) -> None:
     lease = lease_of(state, event.lease_id)
     request = request_of(state, lease.request_id)
     request.state = next_request_state(request.id, request.state, "arrived")
+    fold_plan.moved(state, request, lease, record.mono_ns)
     request.source, request.source_epoch, request.source_blocks = "", 0, 0
     _close(state, lease, request)
 
@@ -151,6 +159,9 @@ def _(state: ClusterState, event: ev.RequestResumed, record: Record) -> None:
 
 @folds(ev.RequestFinished)
 def _(state: ClusterState, event: ev.RequestFinished, record: Record) -> None:
+    request = request_of(state, event.request_id)
+    if request.state is RequestState.PREFILLING:  # with its only token
+        fold_plan.prefilled(state, request, record.mono_ns)
     _end(state, event.request_id, "finish")
 
 

@@ -102,6 +102,7 @@ class ReplicaRow(NamedTuple):
 
     group: Group
     blocks_total: int
+    block_tokens: int
     kv_blocks: int
 
 
@@ -162,11 +163,14 @@ class Index:
             self.kv_room,
             self.nulls,
         )
+        self.requests: Counter[RequestState] = Counter()
         self.unplaced_blocks = 0
         self.kv_blocks = 0
         """In use or reserved on the decode side."""
         self.kv_sizes: Counter[int] = Counter()
         """How many replicas of the decode side have so many blocks."""
+        self.block_sizes: Counter[int] = Counter()
+        """How many replicas have blocks of so many tokens."""
 
     def refresh(self, state: "ClusterState", stale: set[tuple[str, str | int]]) -> None:
         replicas: set[str] = set()
@@ -185,6 +189,9 @@ class Index:
         others = vars(other)
         return [name for name, mine in vars(self).items() if mine != others[name]]
 
+    def group_of(self, replica_id: str) -> Group:
+        return self._replicas[replica_id].group
+
     # Requests.
 
     def _take_request(self, key: int, request: "Request | None", replicas: set[str]) -> None:
@@ -201,6 +208,7 @@ class Index:
             self._count_request(key, new, 1, replicas)
 
     def _count_request(self, key: int, row: RequestRow, by: int, replicas: set[str]) -> None:
+        _add(self.requests, row.state, by)
         _add(self.tokens, row.state, by * row.tokens)
         if row.state is RequestState.QUEUED:
             self.queued.put(key, key if by > 0 else None)
@@ -270,7 +278,7 @@ class Index:
             replica.state is S.INACTIVE and bool(replica.trouble)
         )
         group = Group(replica.role, replica.state, bool(replica.cordoned), troubled)
-        return ReplicaRow(group, replica.blocks_total, kv_blocks)
+        return ReplicaRow(group, replica.blocks_total, replica.block_tokens, kv_blocks)
 
     def _count_replica(self, key: str, row: ReplicaRow, by: int) -> None:
         group = self.groups.setdefault(row.group, [])
@@ -281,6 +289,7 @@ class Index:
         if not group:
             del self.groups[row.group]
         _add(self.roles, row.group.role, by)
+        _add(self.block_sizes, row.block_tokens, by)
         if row.group.state in DECODE_SIDE:
             self.kv_blocks += by * row.kv_blocks
             _add(self.kv_sizes, row.blocks_total, by)

@@ -5,7 +5,8 @@ in-flight counts, reserved blocks, links in use) is computed, never kept beside 
 asked for all the time is in an index that follows the entities by itself.
 
 A field that has its default is left out of what is hashed and of snapshots. So a field can
-be added without changing the hash of any state that a log recorded before. No entity can
+be added without changing the hash of any state that a log recorded before (but a sixteenth,
+which makes msgspec write another header). No entity can
 be part of a reference cycle, so the collector is not asked to look.
 """
 
@@ -16,6 +17,7 @@ from typing import Any, Self
 import msgspec
 
 from blitzd.fsm.index import Index
+from blitzd.fsm.plan import Plan
 from blitzd.fsm.request import RequestState
 from blitzd.fsm.table import ReplicaState
 
@@ -96,6 +98,10 @@ class Replica(msgspec.Struct, omit_defaults=True, gc=False):
     restart_drain_ms: int = 0
     stands_in: str = ""
     """Whose role it has while that one restarts."""
+    prompt_ns: int = 0
+    """When a prompt was last ready there, or the first was begun, and when KV was last in:
+    kept while the planner is on."""
+    import_ns: int = 0
     since_seq: int = 0
     """The event that led to this state, and what caused that event."""
     cause_seq: int = 0
@@ -177,7 +183,7 @@ class Pair(msgspec.Struct, gc=False):
     opened_ns: int
 
 
-Entity = Node | Replica | Request | Lease | Pair
+Entity = Node | Replica | Request | Lease | Pair | Plan
 Key = tuple[str, str | int]
 
 
@@ -192,6 +198,7 @@ class ClusterState:
         self.requests: dict[int, Request] = {}
         self.leases: dict[int, Lease] = {}
         self.pairs: dict[int, Pair] = {}
+        self.plan = Plan()
         self._hashes: dict[Key, int] = {}
         self._dirty: set[Key] = {("node", 0)}
         self._sum = 0
@@ -256,9 +263,11 @@ class ClusterState:
         return f"{self._sum:064x}"
 
     def entity(self, kind: str, key: str | int) -> Entity | None:
-        """`kind` is node (with key 0), replica, request, lease or pair."""
+        """`kind` is node or plan (with key 0), replica, request, lease or pair."""
         if kind == "node":
             return self.node
+        if kind == "plan":
+            return self.plan if self.plan != Plan() else None
         tables: dict[str, dict[Any, Any]] = {
             "replica": self.replicas,
             "request": self.requests,
@@ -363,6 +372,7 @@ class ClusterState:
                 list(self.requests.values()),
                 list(self.leases.values()),
                 list(self.pairs.values()),
+                self.plan,
             ),
             order="deterministic",
         )
@@ -378,6 +388,8 @@ class ClusterState:
         state.requests = {r.id: r for r in snapshot.requests}
         state.leases = {lease.id: lease for lease in snapshot.leases}
         state.pairs = {pair.id: pair for pair in snapshot.pairs}
+        state.plan = snapshot.plan
+        state.touch("plan", 0)
         for replica in state.replicas:
             state.touch("replica", replica)
         for request in state.requests:
@@ -414,3 +426,4 @@ class _Snapshot(msgspec.Struct):
     requests: list[Request]
     leases: list[Lease]
     pairs: list[Pair]
+    plan: Plan = msgspec.field(default_factory=Plan)

@@ -97,6 +97,7 @@ class Scenario:
     disk_full: int
     commands: int
     leavers: float
+    autoscale: int
 
     @classmethod
     def draw(cls, random: Random) -> "Scenario":
@@ -127,6 +128,17 @@ class Scenario:
             disk_full=random.choice([0, 0, 0, 1, 2]),
             commands=random.choice([0, 0, 5, 20]),
             leavers=random.choice([0.0, 0.1, 0.5]),
+            autoscale=random.choice([0, 0, 1]),
+        )
+
+    def policy(self) -> Policy:
+        quick = {"scale_down_window_ms": 1000, "arrival_window_ms": 1000, "manual_hold_ms": 5000}
+        return Policy(
+            max_queued_requests=20,
+            lease_ttl_ms=2000,
+            drain_ms=20_000,
+            autoscale=self.autoscale,
+            **quick if self.autoscale else {},
         )
 
 
@@ -153,7 +165,7 @@ class World:
         with anyio.fail_after(VIRTUAL_LIMIT_S):
             async with anyio.create_task_group() as tasks, anyio.create_task_group() as virtual:
                 workers = VirtualWorkers(driver, virtual, self.random, scenario.faults)
-                policy = Policy(max_queued_requests=20, lease_ttl_ms=2000, drain_ms=20_000).pairs()
+                policy = scenario.policy().pairs()
                 boot = ev.Booted(1, "test", "local", scenario.replicas, policy, CORE_VERSION)
                 tasks.start_soon(driver.run, workers, boot)
                 async with anyio.create_task_group() as life:
@@ -262,6 +274,7 @@ class World:
                     ev.RoleRequested(chosen, random.choice([*ROLES, "colocated", "spare"])),
                     ev.DeactivateRequested(chosen),
                     ev.ScaleRequested(random.randint(0, 3), random.randint(0, 3)),
+                    ev.ReleaseRequested(),
                     ev.RemoveRequested(chosen),
                     ev.RestartRequested(chosen, random.choice([0, 1, 1000])),
                     ev.RollingRestartRequested(random.choice([0, 3000])),
