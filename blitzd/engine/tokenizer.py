@@ -6,12 +6,12 @@ No torch here: the HTTP routes use it in the daemon.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import tokenizers
 
 from blitzd.engine.chat_template import ChatTemplate
@@ -57,7 +57,8 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         text = path.read_text()
         try:
-            decoder = json.loads(text)["decoder"]
+            # Of megabytes, these few: reading all of it takes a quarter of a load's time.
+            decoder = msgspec.json.decode(text, type=_Document).decoder
             spelling = _spelling(decoder)
             strips_space = any(one["type"] == "Strip" for one in decoder.get("decoders", []))
             backend = tokenizers.Tokenizer.from_str(text)
@@ -144,6 +145,12 @@ class Tokenizer:
             return bytes(BYTE_OF_CHARACTER[character] for character in token)
         except KeyError:
             return token.encode()
+
+
+class _Document(msgspec.Struct):
+    """What we look at ourselves of a tokenizer.json."""
+
+    decoder: dict[str, Any]
 
 
 def _spelling(decoder: dict[str, Any]) -> Spelling:
