@@ -161,6 +161,8 @@ class GgufSource:
         scaling = self._optional("rope.scaling.type")
         if scaling not in (None, "none"):
             raise GgufError(f"{self._path}: rope.scaling.type {scaling!r} is not supported")
+        if (linear := self._optional("rope.scale_linear")) not in (None, 1.0):
+            raise GgufError(f"{self._path}: rope.scale_linear {linear!r} is not supported")
 
     def _rope_factors(self) -> tuple[float, ...]:
         tensor = self.file.tensors.get(_ROPE_FACTORS)

@@ -171,6 +171,10 @@ def test_damaged_headers_are_read_or_refused(
         ({"numbers": {"attention.head_count_kv": 4}}, "layers.0.qkv needs"),
         ({"numbers": {"feed_forward_length": 1024}}, "layers.0.gate_up needs"),
         ({"texts": {"llama.rope.scaling.type": "yarn"}}, "'yarn' is not supported"),
+        ({"texts": {"llama.rope.scaling.type": "linear"}}, "'linear' is not supported"),
+        ({"numbers": {"rope.scale_linear": 4.0}}, r"rope.scale_linear 4\.0 is not supported"),
+        ({"numbers": {"block_count": 4_000_000_000}}, "layers is 4000000000"),
+        ({"numbers": {"attention.key_length": 128}}, "rotary|layers.0.qkv needs"),
     ],
 )
 def test_what_is_not_supported_is_named(
