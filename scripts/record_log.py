@@ -157,11 +157,13 @@ def resumes() -> list[Record]:
 
 
 def planned() -> list[Record]:
-    """The planner goes up and down with a burst, is pinned by an operator and released."""
+    """The planner goes up and down with a burst of which one leaves, is pinned by an operator
+    and released."""
     world = Harness(autoscale=1, scale_down_window_ms=1000, arrival_window_ms=1000)
     world.serving("prefill", "decode", *["spare"] * 4)
     load = VirtualLoad(world)
     load.arrivals(1, 4, per_s=10, prompt=300)
+    load.at(15 * 10**8, lambda: ev.ClientLeft(3))
     load.at(20 * 10**9, lambda: ev.ScaleRequested(2, 1))
     load.at(21 * 10**9, ev.ReleaseRequested)
     load.run(22)
