@@ -7,7 +7,7 @@ from typing import Any
 import cyclopts
 import msgspec
 
-from blitzd.cli.serve import Assignments, ConfigFile
+from blitzd.cli.options import Assignments, ConfigFile
 from blitzd.cli.settings_layers import KEYS, SECTIONS, Loaded, SettingsError, load
 
 app = cyclopts.App(name="config", help="Check settings, and show what they come to.")

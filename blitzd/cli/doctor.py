@@ -7,7 +7,7 @@ import msgspec
 from rich.console import Console
 
 from blitzd.cli.doctor_checks import CHECKS, Finding, Machine
-from blitzd.cli.serve import Assignments, ConfigFile
+from blitzd.cli.options import Assignments, ConfigFile
 from blitzd.cli.settings_layers import SettingsError, load
 
 MARKS: dict[Literal["ok", "warn", "fail"], str] = {

@@ -3,19 +3,16 @@
 import asyncio
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import structlog
-from cyclopts import Parameter
 
 from blitzd.cli.launch import Greet, Refused, Say, launch
+from blitzd.cli.options import Assignments, ConfigFile
 from blitzd.cli.settings_layers import SettingsError, load
 from blitzd.engine.options import Weights
 from blitzd.http.server import Serving
 from blitzd.node.daemon import NodeDaemon
-
-Assignments = Annotated[tuple[str, ...], Parameter(name="--set", negative=())]
-ConfigFile = Annotated[Path | None, Parameter(name=("--config", "-c"))]
 
 log = structlog.get_logger()
 
