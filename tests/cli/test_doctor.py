@@ -18,7 +18,7 @@ from blitzd.cli.doctor_checks import Finding, Machine
 from blitzd.cli.settings_layers import load
 from tests.e2e.daemon import free_port
 
-LOG = Path(__file__).parent.parent / "data" / "logs" / "v3-seed3" / "log"
+LOG = Path(__file__).parent.parent / "data" / "logs" / "v3-pairs" / "log"
 
 
 @pytest.fixture
