@@ -3,9 +3,10 @@
 import asyncio
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import structlog
+from cyclopts import Parameter
 
 from blitzd.cli.launch import Greet, Refused, Say, launch
 from blitzd.cli.options import Assignments, ConfigFile
@@ -27,6 +28,7 @@ def up(
     prefill: int | None = None,
     decode: int | None = None,
     spare: int | None = None,
+    autoscale: Annotated[bool | None, Parameter(negative="")] = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     device: str | None = None,
     weights: Weights | None = None,
@@ -61,8 +63,10 @@ def up(
     decode
         Replicas that make the tokens after the first; 1 by default.
     spare
-        Workers without a model, for when replicas are added (nothing adds them yet); 1 by
-        default.
+        Workers without a model, for when replicas are added; 1 by default.
+    autoscale
+        Give and take replicas by load, from all of these. Without it there are as many as
+        were asked for, until `blitzd scale`.
     dtype
         Of weights and KV; by default float32 on a CPU, bfloat16 on GPUs.
     device
@@ -90,6 +94,7 @@ def up(
         "replicas.prefill": ("--prefill", prefill),
         "replicas.decode": ("--decode", decode),
         "replicas.spare": ("--spare", spare),
+        "policy.autoscale": ("--autoscale", autoscale and 1),
         "model.dtype": ("--dtype", dtype),
         "engine.device": ("--device", device),
         "engine.weights": ("--weights", weights),

@@ -101,6 +101,7 @@ def scale(
     prefill: int | None = None,
     decode: int | None = None,
     remove: str = "",
+    auto: Annotated[bool, Parameter(negative="")] = False,
     wait: Wait = False,
     timeout: Timeout = 660.0,
     where: Here = Where(),  # noqa: B008
@@ -115,10 +116,14 @@ def scale(
         Replicas that make the tokens after the first; likewise.
     remove
         The id of one that is to go: one less of its role from then on.
+    auto
+        The planner decides again, after counts that were given here.
     """
-    if bool(remove) == (prefill is not None or decode is not None):
-        print("blitzd scale: give --prefill and --decode, or --remove", file=sys.stderr)
+    if bool(remove) + auto + (prefill is not None or decode is not None) != 1:
+        print("blitzd scale: give --prefill and --decode, --remove or --auto", file=sys.stderr)
         return 2
+    if auto:
+        return _do("/admin/scale", {"auto": True}, where, None)
     if remove:
         done = (emptied(remove), timeout) if wait else None
         return _do("/admin/scale", {"remove": remove}, where, done)

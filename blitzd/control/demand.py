@@ -9,15 +9,8 @@ from collections import Counter
 import msgspec
 
 from blitzd.control.policy import Policy
-from blitzd.fsm import ClusterState, ReplicaState, RequestState
-from blitzd.fsm.index import Group
-
-S = ReplicaState
-SERVING = {
-    "prefill": frozenset({S.PREFILL, S.OLD_PREFILL}),
-    "decode": frozenset({S.DECODE}),
-}
-REVIVABLE = frozenset({S.SHUTTING_PREFILL, S.SHUTTING_DECODE, S.SHUTTING_NULL, S.INACTIVE})
+from blitzd.fsm import ClusterState, RequestState
+from blitzd.fsm.standing import standings
 
 
 class Inputs(msgspec.Struct, frozen=True):
@@ -66,25 +59,20 @@ class Inputs(msgspec.Struct, frozen=True):
 def observe(state: ClusterState, policy: Policy, now_ns: int) -> Inputs:
     """Costs the same for any number of replicas and requests."""
     index, plan = state.index, state.plan
-    there: Counter[str] = Counter()
-    for group, replicas in index.groups.items():
-        there[_standing(group)] += len(replicas)
-    for replica in map(state.replicas.__getitem__, index.restarting):
-        if replica.stands_in:  # it leaves again when the one that restarts is back
-            there[_standing(index.group_of(replica.id))] -= 1
+    there = standings(state)
     waiting = RequestState.QUEUED, RequestState.PREFILLING
     waiting_tokens = sum(index.tokens[s] for s in waiting)
     waiting_requests = sum(index.requests[s] for s in waiting)
     block_tokens = max(index.block_sizes, default=0) or 1
     reserve_blocks = -(-policy.decode_reserve_tokens // block_tokens)
     return Inputs(
-        prefill_ready=there["prefill_ready"],
-        prefill_loading=there["prefill_loading"],
-        prefill_dead=there["prefill_dead"],
-        decode_ready=there["decode_ready"],
-        decode_loading=there["decode_loading"],
-        decode_dead=there["decode_dead"],
-        spare=there["spare"],
+        prefill_ready=there["prefill", "ready"],
+        prefill_loading=there["prefill", "loading"],
+        prefill_dead=there["prefill", "dead"],
+        decode_ready=there["decode", "ready"],
+        decode_loading=there["decode", "loading"],
+        decode_dead=there["decode", "dead"],
+        spare=there["spare", "free"],
         waiting_tokens=waiting_tokens,
         arrival_rate=plan.arrival_rate(now_ns),
         prefill_rate=policy.prefill_tokens_per_s or plan.prefilled.per_s(),
@@ -94,16 +82,6 @@ def observe(state: ClusterState, policy: Policy, now_ns: int) -> Inputs:
         moving_tokens=index.tokens[RequestState.MIGRATING],
         transfer_rate=policy.transfer_tokens_per_s or plan.moved.per_s(),
     )
-
-
-def _standing(group: Group) -> str:
-    if group.role in SERVING:
-        if group.troubled:
-            return f"{group.role}_dead"
-        serves = group.state in SERVING[group.role]
-        return f"{group.role}_{'ready' if serves else 'loading'}"
-    free = group.state in REVIVABLE and not group.cordoned and not group.troubled
-    return "spare" if group.role == "spare" and free else "other"
 
 
 def _mean(sizes: Counter[int]) -> int:

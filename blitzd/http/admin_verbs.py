@@ -24,6 +24,7 @@ from blitzd.node.face import (
     Mutate,
     NodeFace,
     OperatorCommand,
+    Release,
     Remove,
     Restart,
     Scale,
@@ -50,6 +51,7 @@ class AdminVerbs:
             web.post(f"{one}/deactivate", self.deactivate),
             web.post("/admin/restart", self.restart_all),
             web.post("/admin/scale", self.scale),
+            web.get("/admin/plan", self.plan),
             web.get("/admin/policy", self.policy),
             web.post("/admin/policy", self.change_policy),
         ]
@@ -90,7 +92,14 @@ class AdminVerbs:
         return await self._do(Deactivate(request.match_info["replica"]))
 
     async def scale(self, request: web.Request) -> web.Response:
-        body = await self._body(request, "prefill", "decode", "remove")
+        body = await self._body(request, "prefill", "decode", "remove", "auto")
+        if "auto" in body:
+            if body != {"auto": True}:
+                raise bad_request(
+                    "auto is accepted alone and as true: the planner decides the counts",
+                    param="auto",
+                )
+            return await self._do(Release())
         if "remove" not in body:
             counts = (_integer(body, name, 0, MAX_REPLICAS) for name in ("prefill", "decode"))
             return await self._do(Scale(*counts))
@@ -100,6 +109,10 @@ class AdminVerbs:
                 param="remove",
             )
         return await self._do(Remove(_required(body, "remove")))
+
+    async def plan(self, _: web.Request) -> web.Response:
+        state = self._node.state()
+        return _json(state["plan"] | {"now_ns": state["now_ns"]})
 
     async def policy(self, _: web.Request) -> web.Response:
         return _json({"policy": self._node.policy()})

@@ -62,6 +62,7 @@ class NodeCollector(Collector):
         yield from self._node_metrics(state)
         yield from _request_metrics(state)
         yield from _replica_metrics(state)
+        yield from _plan_metrics(state["plan"])
         yield from self._latencies()
 
     def _node_metrics(self, state: dict[str, Any]) -> Iterator[Metric]:
@@ -128,6 +129,29 @@ def _replica_metrics(state: dict[str, Any]) -> Iterator[Metric]:
             [((str(replica["id"]),), replica[key]) for replica in replicas],
         )
     yield _gauge("blitzd_links", "Links between replicas in use", len(state["links"]))
+
+
+def _plan_metrics(plan: dict[str, Any]) -> Iterator[Metric]:
+    roles: dict[str, dict[str, Any]] = plan["roles"]
+    yield _labelled(
+        "blitzd_scale_wanted",
+        "Replicas of the role that are wanted; 0: as configured",
+        ["role"],
+        [((role,), shown["wanted"]) for role, shown in roles.items()],
+    )
+    yield _labelled(
+        "blitzd_scale_replicas",
+        "Replicas of the role that serve, are on the way to it, or have failed",
+        ["role", "standing"],
+        [
+            ((role, standing), shown[standing])
+            for role, shown in roles.items()
+            for standing in ("ready", "loading", "dead")
+        ],
+    )
+    yield _gauge("blitzd_scale_spares", "Replicas that could be given a role", plan["spare"])
+    yield _gauge("blitzd_autoscale", "1 while the planner decides", plan["autoscale"])
+    yield _gauge("blitzd_scale_pinned", "1 while an operator's counts hold", plan["pinned"])
 
 
 def _gauge(name: str, documentation: str, value: float) -> Metric:

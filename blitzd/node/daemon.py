@@ -20,6 +20,7 @@ from blitzd.engine.tokenizer import Tokenizer
 from blitzd.events import Identity, LogReader, LogWriter, types as ev
 from blitzd.events.json_form import record_json
 from blitzd.fsm import ReplicaState
+from blitzd.fsm.standing import plan_json
 from blitzd.node.config import NodeConfig
 from blitzd.node.driver import Driver
 from blitzd.node.face import (
@@ -192,7 +193,8 @@ class NodeDaemon:
 
     def state(self) -> dict[str, Any]:
         # With the clock that deadlines are told by.
-        return self.core.state.to_json() | {"now_ns": self._clock.mono_ns()}
+        state = self.core.state
+        return state.to_json() | {"plan": plan_json(state), "now_ns": self._clock.mono_ns()}
 
     async def command(self, command: OperatorCommand) -> list[dict[str, Any]]:
         records = await self.driver.command(input_of(command, self._clock.mono_ns()))

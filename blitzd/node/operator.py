@@ -20,6 +20,7 @@ __all__ = [
     "Drain",
     "Mutate",
     "OperatorCommand",
+    "Release",
     "Remove",
     "Restart",
     "Scale",
@@ -84,7 +85,14 @@ class ChangePolicy:
     values: tuple[tuple[str, int], ...]
 
 
-OperatorCommand = Drain | Undrain | Restart | Mutate | Deactivate | Scale | Remove | ChangePolicy
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The counts are the planner's again."""
+
+
+OperatorCommand = (
+    Drain | Undrain | Restart | Mutate | Deactivate | Scale | Remove | ChangePolicy | Release
+)
 
 
 def input_of(command: OperatorCommand, now_ns: int) -> Payload:
@@ -115,4 +123,5 @@ _INPUTS: dict[type, Callable[[Any, int], Payload]] = {
     Scale: lambda command, _: ev.ScaleRequested(command.prefill, command.decode),
     Remove: lambda command, _: ev.RemoveRequested(command.replica),
     ChangePolicy: lambda command, _: ev.PolicyRequested(command.values),
+    Release: lambda command, _: ev.ReleaseRequested(),
 }

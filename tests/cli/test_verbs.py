@@ -197,7 +197,7 @@ def test_the_policy_is_shown_and_changed(
         (lambda where: verbs.policy("drain_ms=0", where=where), "from 1 to 86400000", 2),
         (lambda where: verbs.policy("drain_ns=1", where=where), "did you mean drain_ms?", 2),
         (lambda where: verbs.policy("drain_ms", where=where), "accepted: name=integer", 2),
-        (lambda where: verbs.scale(where=where), "--prefill and --decode, or --remove", 2),
+        (lambda where: verbs.scale(where=where), "--prefill and --decode, --remove or --auto", 2),
         (lambda where: verbs.restart("r0", all=True, where=where), "or give --all", 2),
         (lambda where: verbs.restart(where=where), "name a replica", 2),
         (lambda where: verbs.drain("../x", where=where), "no replica", 1),

@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from blitzd.fsm import ClusterState
+from blitzd.fsm.standing import plan_json
 from blitzd.node.face import (
     Delta,
     GenerateRequest,
@@ -146,6 +148,7 @@ class ScriptedNode:
             "queue": {"requests": by_state["queued"], "tokens": 5 * by_state["queued"]},
             "requests": by_state | self.ends,
             "links": [],
+            "plan": plan_json(ClusterState()),
         }
 
     async def command(self, command: OperatorCommand) -> list[dict[str, Any]]:

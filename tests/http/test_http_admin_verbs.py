@@ -14,6 +14,7 @@ from blitzd.node.face import (
     Deactivate,
     Drain,
     Mutate,
+    Release,
     Remove,
     Restart,
     Scale,
@@ -46,6 +47,7 @@ def post(node: ScriptedNode, path: str, body: Any = None, **headers: str) -> Ans
         ("/admin/replicas/p0/deactivate", {}, Deactivate("p0")),
         ("/admin/scale", {"prefill": 1, "decode": 3}, Scale(1, 3)),
         ("/admin/scale", {"remove": "d0"}, Remove("d0")),
+        ("/admin/scale", {"auto": True}, Release()),
         ("/admin/policy", {"drain_ms": 5000}, ChangePolicy((("drain_ms", 5000),))),
     ],
 )
@@ -78,6 +80,7 @@ def test_a_command_reaches_the_node_and_its_events_come_back(
         ("/admin/scale", {"prefill": 1.5, "decode": 1}, "prefill", "an integer from 0"),
         ("/admin/scale", {"prefill": True, "decode": 1}, "prefill", "an integer from 0"),
         ("/admin/scale", {"prefill": 1, "decode": 1, "remove": "d0"}, "remove", "alone"),
+        ("/admin/scale", {"auto": 1, "decode": 1}, "auto", "alone and as true"),
         ("/admin/policy", {}, None, "drain_ms, mutate_after_load"),
         ("/admin/policy", {"drain_ns": 3}, "drain_ns", "did you mean drain_ms?"),
         ("/admin/policy", {"drain_ms": 0}, "drain_ms", "an integer from 1 to 86400000"),
@@ -192,3 +195,18 @@ def test_the_unix_socket_is_for_its_owner_and_group_and_knows_no_names(tmp_path:
             sock.sendall(b"GET /admin/state HTTP/1.1\r\nHost: blitzd\r\n\r\n")
             assert b"200 OK" in sock.recv(65536)
     assert not path.exists()
+
+
+def test_the_plan_is_the_last_record_and_what_it_waits_for() -> None:
+    with served(ScriptedNode()) as server:
+        plan = server.ask("GET", "/admin/plan", admin=True).json
+    assert (plan["autoscale"], plan["pinned"], plan["seq"]) == (False, False, 0)
+    assert plan["roles"]["prefill"] == {
+        "wanted": 0,
+        "ready": 0,
+        "loading": 0,
+        "dead": 0,
+        "verdict": "",
+        "since_ns": 0,
+        "peak": 0,
+    }

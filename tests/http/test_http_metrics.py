@@ -84,6 +84,17 @@ def test_replicas_are_counted_by_state_with_zeros() -> None:
     assert samples["blitzd_ready"] == 1
 
 
+def test_what_is_wanted_and_what_there_is() -> None:
+    with served(ScriptedNode()) as server:
+        samples = scrape(server)
+    assert samples["blitzd_scale_wanted[('role', 'decode')]"] == 0
+    for standing in ("ready", "loading", "dead"):
+        assert (
+            samples[f"blitzd_scale_replicas[('role', 'prefill'), ('standing', '{standing}')]"] == 0
+        )
+    assert samples["blitzd_autoscale"] == samples["blitzd_scale_pinned"] == 0
+
+
 def test_a_replica_state_that_the_page_does_not_know_is_counted_all_the_same() -> None:
     class Later(ScriptedNode):
         def state(self) -> dict[str, Any]:
