@@ -28,7 +28,7 @@ from tests.corpus import LOGS, Expected
 
 RECORDS_MAX = 1100
 """Of a log. Enough for a state hash in it, small enough for a repository."""
-USUAL = ("pairs", "restarts", "resumes", "plan", "17", "52", "77")
+USUAL = ("pairs", "roles", "handovers", "restarts", "resumes", "plan", "52", "54", "77")
 """Together they hold every type of record that the daemon writes."""
 
 SEGMENT_BYTES = 24 << 10
@@ -73,6 +73,54 @@ def _turns(records: list[Record]) -> list[list[Record]]:
             turns.append([])
         turns[-1].append(one)
     return turns
+
+
+def roles() -> list[Record]:
+    """A prefill replica that becomes a decode one with what it has, and one that is drained
+    and gives up its weights."""
+    world = Harness().serving("prefill", "prefill", "decode")
+    world.arrive(1)
+    world.feed(ev.RoleRequested(world.state.requests[1].source, "decode"))
+    world.first_token(1)
+    world.ended(1)
+    world.feed(ev.DrainRequested("r2", 0))
+    world.feed(ev.DeactivateRequested("r2"))
+    return world.log
+
+
+def handovers() -> list[Record]:
+    """A transfer that gets on slowly, one that stalls, one whose KV is not what was sent, the
+    links they went over, and workers that keep what they should not."""
+    policy = {"lease_stall_ms": 500, "link_cooldown_ms": 200, "audit_grace_ms": 1000}
+    world = Harness(**policy).serving("prefill", "decode", "decode")
+    world.after(ms=1)
+    for request_id in (1, 2):
+        world.arrive(request_id)
+        world.first_token(request_id)
+        world.sent[request_id] = 1
+    world.after(ms=400)
+    world.feed(ev.ImportProgressed(1, 1 << 20))
+    world.after(ms=200)  # the other one has stalled
+    world.imported(1)
+    lease = world.state.requests[2].lease_id
+    world.feed(ev.ImportEnded(lease, 1 << 20, 9, "corrupt", "layer 3 differs", 3, "00a1", "00a2"))
+    world.after(ms=500)
+    for request_id in (1, 2):
+        world.feed(ev.ClientLeft(request_id))
+    for request_id in (3, 4):
+        world.arrive(request_id)
+        world.first_token(request_id)
+        world.imported(request_id)
+        world.ended(request_id)
+    clean = ((), (), 0, 0, ())
+    world.feed(ev.HoldingsReported("r1", 1, 2, *clean))
+    world.feed(ev.HoldingsReported("r1", 1, 0, *clean))
+    for held in (((2, 0),), ()):
+        world.feed(ev.HoldingsReported("r2", 1, 3, held, (), 0, 0, ("r0/1", "r7/1")))
+        world.after(ms=1000)
+        world.feed(ev.HoldingsReported("r2", 1, 3, held, (), 0, 0, ("r0/1", "r7/1")))
+    world.feed(ev.StateAudited(("r1 has 65 of 64 blocks reserved",)))
+    return world.log
 
 
 def live_pairs() -> list[Record]:
@@ -170,7 +218,14 @@ def planned() -> list[Record]:
     return world.log
 
 
-SCRIPTS = {"pairs": live_pairs, "restarts": restarts, "resumes": resumes, "plan": planned}
+SCRIPTS = {
+    "pairs": live_pairs,
+    "roles": roles,
+    "handovers": handovers,
+    "restarts": restarts,
+    "resumes": resumes,
+    "plan": planned,
+}
 
 
 if __name__ == "__main__":

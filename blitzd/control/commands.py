@@ -67,7 +67,12 @@ class ImportKv:
     source_epoch: int
     target: str
     target_epoch: int
-    expires_ns: int
+    stall_ms: int
+    """The target gives up when no byte came for so long."""
+    cap_ms: int
+    """It gives up after that, whatever comes."""
+    checksums: bool
+    """Compare each layer's with the source's."""
     attempt: int = 0
 
 

@@ -9,7 +9,7 @@ decides again as it did.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from blitzd.control import planner, replicas, requests, restarts, roles, scaling
+from blitzd.control import audit, leases, planner, replicas, requests, restarts, roles, scaling
 from blitzd.control.commands import Command, EndWorker, ShutDown
 from blitzd.control.policy import Policy
 from blitzd.control.resume import fail
@@ -36,6 +36,7 @@ class Step(NamedTuple):
 
 
 def _ticked(turn: Turn, _: ev.Ticked) -> None:
+    leases.expire(turn)
     requests.expire(turn)
     roles.expire(turn)
 
@@ -58,7 +59,10 @@ HANDLERS: dict[type[Payload], Callable[[Turn, Any], None]] = {
     ev.RequestArrived: requests.request_arrived,
     ev.ClientLeft: requests.client_left,
     ev.FirstTokenProduced: requests.first_token_produced,
-    ev.ImportEnded: requests.import_ended,
+    ev.ImportProgressed: leases.import_progressed,
+    ev.ImportEnded: leases.import_ended,
+    ev.HoldingsReported: audit.holdings_reported,
+    ev.StateAudited: audit.state_audited,
     ev.GenerationEnded: requests.generation_ended,
     ev.RequestErrored: requests.request_errored,
     ev.TokensOutdated: requests.tokens_outdated,
@@ -110,6 +114,7 @@ class Core:
             scaling.scale(turn)
             roles.settle(turn)
             replicas.tend(turn)
+            leases.dispatch(turn)
             requests.dispatch(turn)
             _drain(turn)
         except (IllegalEvent, IllegalTransition) as error:

@@ -34,11 +34,16 @@ SCALING = (
     ev.ShutdownStarted,
     ev.ReplicaExpired,
 )
+LEASE = ("lease_ttl_ms", "lease_stall_ms")
 POLICY_OF: dict[type[Payload], tuple[str, ...]] = {
     ev.RequestRejected: ("max_queued_requests",),
     ev.PrefillStarted: ("max_prefills_per_replica", "decode_reserve_tokens"),
-    ev.MigrationStarted: ("decode_reserve_tokens", "max_imports_per_replica", "lease_ttl_ms"),
-    ev.MigrationFailed: ("lease_ttl_ms", "import_retry_ms"),
+    ev.MigrationStarted: ("decode_reserve_tokens", "max_imports_per_replica", *LEASE),
+    ev.MigrationFailed: (*LEASE, "import_retry_ms"),
+    ev.LeaseExtended: LEASE,
+    ev.LinkCooled: ("link_cooldown_ms", "link_cooldown_max_ms"),
+    ev.KvMismatched: ("kv_checksum_every",),
+    ev.AuditFailed: ("audit_grace_ms",),
     ev.RequestResumed: ("max_resumes", "resume_backoff_ms"),
     ev.WorkerLost: ("restart_backoff_ms", "restart_backoff_max_ms"),
     ev.LoadFailed: ("restart_backoff_ms", "restart_backoff_max_ms"),
@@ -136,6 +141,7 @@ def _lease_facts(lease: Lease, now_ns: int) -> Facts:
         "target": f"{lease.target}/{lease.target_epoch}",
         "age_ms": (now_ns - lease.opened_ns) / 1e6,
         "left_ms": (lease.expires_ns - now_ns) / 1e6,
+        "bytes_moved": lease.bytes_moved,
     }
 
 

@@ -113,6 +113,21 @@ RULES: dict[type[Payload], str] = {
         " blocks are reserved for lease_ttl_ms."
     ),
     ev.MigrationFinished: "The target has the KV (it said so, or ended the request).",
+    ev.LeaseExtended: "The target said that it gets on: lease_stall_ms from then, or the cap.",
+    ev.LinkCooled: (
+        "A transfer broke: the link rests for link_cooldown_ms, doubled with each failure in a"
+        " row up to link_cooldown_max_ms. A mismatch of layouts rests for the longest time."
+    ),
+    ev.LinkReopened: "The link has rested: one hand-over at a time may try it.",
+    ev.LinkHealed: "A hand-over over the link succeeded.",
+    ev.KvMismatched: "One of kv_checksum_every transfers is verified, layer by layer.",
+    ev.AuditOpened: "A worker without requests said that it holds something.",
+    ev.AuditPassed: "It holds nothing any more, or has requests again.",
+    ev.AuditFailed: (
+        "It still does after audit_grace_ms: what it names is cancelled; if it names nothing, or"
+        " that has not helped, it is restarted."
+    ),
+    ev.InvariantBroken: "The state was checked while nothing ran. A defect of ours.",
     ev.MigrationFailed: (
         "no_room: again after import_retry_ms. If the source lost the KV the request is resumed;"
         " anything else: another target is asked."

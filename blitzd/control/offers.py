@@ -22,6 +22,7 @@ from typing import NamedTuple
 from blitzd.control.policy import Policy
 from blitzd.fsm import ClusterState, Replica, ReplicaState, Request
 from blitzd.fsm.index import TAKES_PROMPTS
+from blitzd.fsm.link import link_key
 from blitzd.fsm.table import ACCEPTS_KV
 
 
@@ -37,7 +38,8 @@ class Offer(NamedTuple):
     """The smallest is taken, then the smallest id: prompt tokens being prefilled there, or
     blocks in use for decoding."""
     lost: bool
-    """The request was lost there since its last token; the others come first."""
+    """The request was lost there since its last token, or its KV could go nowhere from there;
+    the others come first."""
     refusal: str
     """Why the replica cannot take it; empty: it can."""
 
@@ -100,7 +102,8 @@ def prefill_offer(state: ClusterState, policy: Policy, request: Request, replica
         refusal = f"it has {granted} prefills, the limit"
     else:
         refusal = _no_room(blocks, free)
-    return Offer(replica, blocks, free, granted, load, _lost_there(request, replica), refusal)
+    lost = _lost_there(request, replica) or cut_off(state, replica)
+    return Offer(replica, blocks, free, granted, load, lost, refusal)
 
 
 def decode_offer(state: ClusterState, policy: Policy, request: Request, replica: Replica) -> Offer:
@@ -113,11 +116,32 @@ def decode_offer(state: ClusterState, policy: Policy, request: Request, replica:
         refusal = f"it is {replica.state} and accepts no KV"
     elif has_failed(request, replica):
         refusal = "it could not take up the KV of this attempt"
+    elif trouble := _link_trouble(state, request.source, replica.id):
+        refusal = trouble
     elif importing >= limit:
         refusal = f"it takes {importing} transfers already, the limit"
     else:
         refusal = _no_room(blocks, free) or _overloaded(state, replica, load, blocks)
     return Offer(replica, blocks, free, importing, load, _lost_there(request, replica), refusal)
+
+
+def _link_trouble(state: ClusterState, source: str, target: str) -> str:
+    link = state.links.get(link_key(source, target))
+    if link is None:
+        return ""
+    if link.cool_ns:
+        return f"its link from {source} cools down after {link.faults} faults: {link.reason}"
+    if any((lease.source, lease.target) == (source, target) for lease in state.leases.values()):
+        return f"its link from {source} is being tried again"
+    return ""
+
+
+def cut_off(state: ClusterState, replica: Replica) -> bool:
+    """Whether what it prefills can go nowhere for now."""
+    if not state.links or replica.state is not ReplicaState.PREFILL:
+        return False
+    links = [state.links.get(link_key(replica.id, target)) for target in state.index.acceptors]
+    return bool(links) and all(link is not None and link.cool_ns for link in links)
 
 
 def has_failed(request: Request, replica: Replica) -> bool:

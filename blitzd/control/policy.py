@@ -27,10 +27,23 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_reserve_tokens: Count = 256
     """Output tokens that room is reserved for on a decode replica; what a request needs
     beyond that its worker finds as it goes, by preemption if it must."""
-    lease_ttl_ms: Milliseconds = 10_000
-    """A KV transfer that takes longer has failed."""
+    lease_ttl_ms: Milliseconds = 30_000
+    """A KV transfer that takes longer has failed, though it gets on."""
+    lease_stall_ms: Milliseconds = 2_000
+    """One that does not get on for so long has failed."""
     import_retry_ms: Milliseconds = 20
     """After a decode replica had no room."""
+    link_cooldown_ms: Milliseconds = 1_000
+    """After a failed transfer, before the same two replicas try again; doubles with each
+    failure in a row up to `link_cooldown_max_ms`."""
+    link_cooldown_max_ms: Milliseconds = 60_000
+    link_wait_ms: Milliseconds = 5_000
+    """A prefilled request with no other link waits so long for one that cools down; for longer
+    ones it is computed again elsewhere, if there is somewhere with a better link."""
+    kv_checksum_every: Annotated[int, Meta(ge=0, le=1_000_000)] = 16
+    """One of so many transfers is verified by checksums; 0: none."""
+    audit_grace_ms: Milliseconds = 2_000
+    """A worker without requests that still holds something after that has leaked it."""
     max_resumes: Annotated[int, Meta(ge=0, le=MAX_ATTEMPTS)] = 3
     """Of one request in a row without a new token: it may be what kills its workers."""
     resume_backoff_ms: Milliseconds = 100

@@ -28,19 +28,19 @@ def booted(turn: Turn, boot: ev.Booted) -> None:
             turn.command(ResetWorker(replica.id, replica.epoch))
         else:
             turn.command(EndWorker(replica.id, replica.epoch))
-            _lose(turn, replica, "not there, or not usable, when the daemon came back")
+            lose(turn, replica, "not there, or not usable, when the daemon came back")
     wanted = dict(boot.replicas)
     for gone in [r for r in turn.state.replicas.values() if r.id not in wanted]:
         if gone.worker != "absent":
             turn.command(EndWorker(gone.id, gone.epoch))
-            _lose(turn, gone, "the configuration no longer names this replica")
+            lose(turn, gone, "the configuration no longer names this replica")
         turn.emit(ev.ReplicaRetired(gone.id))
     for replica_id, role in boot.replicas:
         known = turn.state.replicas.get(replica_id)
         if known is None or (known.configured, known.node) != (role, boot.node):
             if known is not None and known.state not in WITHOUT_WEIGHTS:
                 turn.command(EndWorker(known.id, known.epoch))
-                _lose(turn, known, f"the configuration makes it {role}")
+                lose(turn, known, f"the configuration makes it {role}")
             turn.emit(ev.ReplicaRegistered(replica_id, boot.node, role))
 
 
@@ -64,10 +64,10 @@ def worker_exited(turn: Turn, exited: ev.WorkerExited) -> None:
         turn.emit(ev.WorkerStopped(replica.id, replica.epoch, exited.reason))
         return
     leave(turn, replica, "worker_lost", exited.reason)
-    _lose(turn, replica, exited.reason)
+    lose(turn, replica, exited.reason)
 
 
-def _lose(turn: Turn, replica: Replica, reason: str) -> None:
+def lose(turn: Turn, replica: Replica, reason: str) -> None:
     break_pair(turn, replica, f"replica {replica.id} was lost")
     turn.emit(ev.WorkerLost(replica.id, replica.epoch, reason, _retry_ns(turn, replica)))
 

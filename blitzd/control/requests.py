@@ -4,9 +4,10 @@ Queued work stays with the daemon. A prefill replica is granted a few requests a
 a decode replica gets one when its blocks have been reserved, in the event that decides.
 """
 
-from blitzd.control.commands import ImportKv, ReleaseKv, StartPrefill
-from blitzd.control.offers import best_decode, best_prefill, has_failed
-from blitzd.control.resume import fail, free, hand_over_failed, resume, targets_exhausted
+from blitzd.control.commands import StartPrefill
+from blitzd.control.leases import arrived
+from blitzd.control.offers import best_prefill
+from blitzd.control.resume import fail, free, resume
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
 from blitzd.fsm import ReplicaState, Request, RequestState
@@ -72,31 +73,9 @@ def first_token_produced(turn: Turn, produced: ev.FirstTokenProduced) -> None:
         turn.emit(ev.PrefillFinished(request.id, stays=1 - produced.held))
     elif request.state is RequestState.MIGRATING and on == (request.target, request.target_epoch):
         # It decodes, though its answer to the import has not been read.
-        _arrived(turn, request, 0, 0)
+        arrived(turn, request, 0, 0)
     else:
         turn.ignore(*on)
-
-
-def import_ended(turn: Turn, ended: ev.ImportEnded) -> None:
-    lease = turn.state.leases.get(ended.lease_id)
-    if lease is None:
-        # Cancelled meanwhile, or the first decoded token came before this answer.
-        turn.ignore("", 0)
-        return
-    request = turn.state.requests[lease.request_id]
-    if not ended.fault:
-        _arrived(turn, request, ended.bytes_moved, ended.elapsed_ns)
-    elif ended.fault == "no_room":
-        retry_ns = turn.mono_ns + turn.policy.import_retry_ms * MS
-        turn.emit(ev.MigrationFailed(lease.id, ended.fault, ended.reason, retry_ns))
-    else:
-        hand_over_failed(turn, request, ended.fault, ended.reason)
-
-
-def _arrived(turn: Turn, request: Request, bytes_moved: int, elapsed_ns: int) -> None:
-    source, source_epoch = request.source, request.source_epoch
-    turn.emit(ev.MigrationFinished(request.lease_id, bytes_moved, elapsed_ns))
-    turn.command(ReleaseKv(source, source_epoch, request.id, request.resumes))
 
 
 def generation_ended(turn: Turn, ended: ev.GenerationEnded) -> None:
@@ -111,7 +90,7 @@ def generation_ended(turn: Turn, ended: ev.GenerationEnded) -> None:
     elif on == (request.target, request.target_epoch):
         if request.state is RequestState.MIGRATING:
             # The worker decoded to the end before its answer to the import was read.
-            _arrived(turn, request, 0, 0)
+            arrived(turn, request, 0, 0)
         _finish(turn, ended)
     else:
         turn.ignore(*on)
@@ -150,12 +129,7 @@ def tokens_outdated(turn: Turn, outdated: ev.TokensOutdated) -> None:
 
 
 def expire(turn: Turn) -> None:
-    """What time ends: leases and requests past their deadlines."""
-    for lease in list(turn.state.leases.values()):
-        if turn.mono_ns >= lease.expires_ns:
-            request = turn.state.requests[lease.request_id]
-            took_ms = (turn.mono_ns - lease.opened_ns) // MS
-            hand_over_failed(turn, request, "deadline", f"not there after {took_ms} ms")
+    """Ends requests past their deadlines."""
     for request in list(turn.state.requests.values()):
         if request.deadline_ns and turn.mono_ns >= request.deadline_ns:
             waited_ms = (turn.mono_ns - request.arrived_ns) // MS
@@ -164,17 +138,7 @@ def expire(turn: Turn) -> None:
 
 
 def dispatch(turn: Turn) -> None:
-    """Grants queued requests to prefill replicas and prefilled ones to decode replicas."""
-    for request_id in list(turn.state.index.unplaced):
-        request = turn.state.requests[request_id]
-        if (
-            turn.mono_ns >= request.retry_ns
-            # One that changes its role keeps what it has, without a transfer.
-            and turn.state.replicas[request.source].state is not S.MUTATING_TO_DECODE
-            and not _start_migration(turn, request)
-        ):
-            # First come, first served here too: a large one would wait for ever otherwise.
-            break
+    """Grants queued requests to prefill replicas."""
     for request in list(turn.state.queued()):
         if turn.mono_ns < request.retry_ns:
             continue
@@ -196,28 +160,4 @@ def _start_prefill(turn: Turn, request: Request) -> bool:
     # With a single token to make there is nothing to hand over.
     hold = chosen.state is S.PREFILL and request.max_tokens > request.output_tokens + 1
     turn.command(StartPrefill(chosen.id, chosen.epoch, request.id, hold, request.resumes))
-    return True
-
-
-def _start_migration(turn: Turn, request: Request) -> bool:
-    offer = best_decode(turn.state, turn.policy, request)
-    if offer is None:
-        return _without_target(turn, request)
-    chosen, blocks = offer.replica, offer.blocks
-    lease_id = turn.state.node.next_lease
-    expires_ns = turn.mono_ns + turn.policy.lease_ttl_ms * MS
-    hop = (request.source, request.source_epoch, chosen.id, chosen.epoch)
-    turn.emit(ev.MigrationStarted(lease_id, request.id, *hop, blocks, expires_ns))
-    turn.command(ImportKv(lease_id, request.id, *hop, expires_ns, request.resumes))
-    return True
-
-
-def _without_target(turn: Turn, request: Request) -> bool:
-    """False: those behind it wait too. What some targets have failed to take may wait for one
-    that is busy, which is nothing to the others."""
-    if not request.tried:
-        return False
-    targets = [turn.state.replicas[replica_id] for replica_id in turn.state.index.acceptors]
-    if targets and all(has_failed(request, replica) for replica in targets):
-        targets_exhausted(turn, request)
     return True

@@ -17,7 +17,7 @@ from blitzd.fsm import Loss, Replica, Request
 
 MS = 1_000_000
 REASON_CHARS = 200
-WITHOUT_KV = ("source", "not_held")
+WITHOUT_KV = ("not_held",)
 """Faults of a hand-over after which the source cannot serve another target either."""
 
 

@@ -3,7 +3,7 @@ time, and sends it where nothing can be mapped."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Coroutine
 from typing import TYPE_CHECKING
 
 import structlog
@@ -85,8 +85,7 @@ class Exporter:
             await self._ucx.start()
         if moves and replica.cache.staged:
             _, blocks = self._grant(replica, message, moves)
-            stage = asyncio.create_task(self._stage(replica, request_id, blocks))
-            self._sends[request_id] = stage
+            stage = self._begin(request_id, to_the_end(replica.cache.stage_out, blocks))
             await asyncio.wait([stage])
             if not stage.cancelled():
                 stage.result()
@@ -100,8 +99,7 @@ class Exporter:
         )
         if message.transport is pb.Transport.UCX:
             reply.ucx_address = self._ucx.address
-            send = self._send(replica, message, blocks, deadline)
-            self._sends[request_id] = asyncio.create_task(send)
+            self._begin(request_id, self._send(replica, message, blocks, deadline))
         if message.checksums and moves:
             reply.layer_checksums = await asyncio.to_thread(
                 layer_checksums, replica.geometry, replica.kv.buffer, blocks
@@ -138,18 +136,25 @@ class Exporter:
         except (FabricError, ValueError) as error:
             # The target knows by itself; the KV stays for another try until it is released.
             log.warning("KV was not sent", request=message.request_id, error=str(error))
-        finally:
-            del self._sends[message.request_id]
 
-    async def _stage(self, replica: "Replica", request_id: int, blocks: list[int]) -> None:
-        try:
-            await to_the_end(replica.cache.stage_out, blocks)
-        finally:
-            del self._sends[request_id]
+    def _begin(
+        self, request_id: int, transfer: Coroutine[None, None, None]
+    ) -> "asyncio.Task[None]":
+        task = self._sends[request_id] = asyncio.create_task(transfer)
+
+        def ended(_: "asyncio.Task[None]") -> None:
+            if self._sends.get(request_id) is task:
+                del self._sends[request_id]
+
+        # Not in the coroutine: one that is cancelled at once never runs.
+        task.add_done_callback(ended)
+        return task
 
     async def _stop(self, request_id: int) -> None:
         task = self._sends.get(request_id)
         if task is not None:
+            # It has begun by then; one that never begins leaves its receiver waiting.
+            await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait([task])
 

@@ -199,20 +199,16 @@ class Importer:
                 pull.stalled = task.cancelled()
                 return
 
-    async def cancel(
-        self, request_ids: Collection[int] | None = None, up_to_lease: int | None = None
-    ) -> int:
-        """Ends imports (None: all), of leases up to that one if one is given. Returns how many
-        there were, their blocks free."""
-        wanted = list(self._running) if request_ids is None else request_ids
+    async def cancel(self, request_ids: Collection[int] | None = None) -> int:
+        """Ends imports (None: all). Returns how many there were, their blocks free."""
+        wanted = self._running if request_ids is None else request_ids
         pulls = [self._running[i] for i in wanted if i in self._running]
-        chosen = [p for p in pulls if up_to_lease is None or p.lease <= up_to_lease]
-        for pull in chosen:
-            assert pull.task is not None
-            pull.task.cancel()
-        if chosen:
-            await asyncio.wait([pull.task for pull in chosen if pull.task is not None])
-        return len(chosen)
+        tasks = [pull.task for pull in pulls if pull.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        return len(tasks)
 
     async def close(self) -> None:
         await self.cancel()

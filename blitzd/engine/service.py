@@ -256,13 +256,10 @@ class EngineService(pb.EngineBase):
         replica = self._replica
         if replica is None:
             return pb.CancelReply()
-        up_to_lease = message.up_to_lease or None
-        cancelled = await self._importer.cancel(message.request_ids, up_to_lease)
-        # What came by a lease is not exported by the one that takes it back.
-        freed = message.request_ids if up_to_lease is None else []
-        async with self._exporter.freeing(freed):
+        cancelled = await self._importer.cancel(message.request_ids)
+        async with self._exporter.freeing(message.request_ids):
             with replica.steps.exclusive() as stepper:
-                cancelled += stepper.cancel(message.request_ids, up_to_lease)
+                cancelled += stepper.cancel(message.request_ids)
         return pb.CancelReply(cancelled=cancelled)
 
     async def reset(self, message: pb.ResetRequest) -> pb.ResetReply:

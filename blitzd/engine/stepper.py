@@ -247,7 +247,6 @@ class Stepper:
             report.texts.append(row.text + generation.detokenizer.flush() if ended else row.text)
             report.finish.append(FINISH[finish])
             report.cached_tokens.append(0 if generation.reported else sequence.cached_tokens)
-            report.positions.append(sequence.output_tokens - 1)
             generation.reported = True
             if generation.chosen is not None:
                 append(report, sequence.id, len(sequence.tokens) - 1, [generation.chosen])

@@ -107,16 +107,21 @@ class FirstTokenProduced(Payload, frozen=True, array_like=True):
     held: int = 1
 
 
-@record_type(10, Kind.INPUT)
+@record_type(10, Kind.INPUT, schema_version=2)
 class ImportEnded(Payload, frozen=True, array_like=True):
-    """`fault` is empty on success, else one of no_room, refused, target, mismatch, corrupt,
-    stalled, deadline (the source still has the KV), source and not_held (it has not)."""
+    """`fault` is empty on success. Else the target has said no (no_room, refused), or the
+    source (not_held, mismatch), or the transfer broke (source: it is gone, or the way to it;
+    stalled, corrupt, deadline, target)."""
 
     lease_id: int
     bytes_moved: int
     elapsed_ns: int
     fault: str = ""
     reason: str = ""
+    layer: int = 0
+    """With corrupt: the first one that differs, and its checksum on both sides, in hex."""
+    source_checksum: str = ""
+    target_checksum: str = ""
 
 
 @record_type(11, Kind.INPUT)
@@ -269,3 +274,36 @@ class RemoveRequested(Payload, frozen=True, array_like=True):
 @record_type(35, Kind.INPUT, Durability.ACK)
 class ReleaseRequested(Payload, frozen=True, array_like=True):
     """An operator gives the counts of replicas back to the planner."""
+
+
+@record_type(30, Kind.INPUT, Durability.LAZY)
+class ImportProgressed(Payload, frozen=True, array_like=True):
+    """The importing worker gets on."""
+
+    lease_id: int
+    bytes_moved: int
+
+
+@record_type(31, Kind.INPUT, Durability.LAZY)
+class HoldingsReported(Payload, frozen=True, array_like=True):
+    """Everything that a worker could leak, as it says itself."""
+
+    replica: str
+    epoch: int
+    blocks: int
+    held: tuple[tuple[int, int], ...]
+    """(request, attempt), in whatever phase, imports included; the first 64."""
+    exports: tuple[tuple[int, int], ...]
+    """Those that a target has a lease for."""
+    transfers: int
+    buffers: int
+    """Of ended transfers, that UCX has yet to let go of."""
+    peers: tuple[str, ...]
+    """ID/EPOCH, each mapped or at the end of a UCX endpoint."""
+
+
+@record_type(32, Kind.INPUT, Durability.LAZY)
+class StateAudited(Payload, frozen=True, array_like=True):
+    """The state was held against its invariants while nothing ran, and broke some."""
+
+    problems: tuple[str, ...]

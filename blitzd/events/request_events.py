@@ -43,7 +43,7 @@ class PrefillFinished(Payload, frozen=True, array_like=True):
     stays: int = 0
 
 
-@record_type(204, Kind.EVENT)
+@record_type(204, Kind.EVENT, schema_version=2)
 class MigrationStarted(Payload, frozen=True, array_like=True):
     """Opens a KV lease; the target's blocks are reserved from this event on."""
 
@@ -55,6 +55,9 @@ class MigrationStarted(Payload, frozen=True, array_like=True):
     target_epoch: int
     blocks: int
     expires_ns: int
+    """Unless the target says before that it gets on."""
+    cap_ns: int = 0
+    """When it expires even so."""
 
 
 @record_type(205, Kind.EVENT)

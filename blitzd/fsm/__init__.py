@@ -6,8 +6,9 @@ refused and changes nothing; the same events give the same state and the same ha
 
 from blitzd.fsm.fold import fold
 from blitzd.fsm.folding import IllegalEvent
+from blitzd.fsm.link import Lease, Link
 from blitzd.fsm.request import ENDS, RequestState
-from blitzd.fsm.state import ClusterState, Lease, Loss, Node, Pair, Replica, Request
+from blitzd.fsm.state import ClusterState, Loss, Node, Pair, Replica, Request
 from blitzd.fsm.table import IllegalTransition, ReplicaState
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "IllegalEvent",
     "IllegalTransition",
     "Lease",
+    "Link",
     "Loss",
     "Node",
     "Pair",

@@ -2,6 +2,7 @@
 
 from blitzd.events.record import Kind, Record
 from blitzd.fsm import (
+    fold_links,
     fold_node,
     fold_pairs,
     fold_plan,
@@ -22,6 +23,7 @@ SUBJECTS = (
     fold_plan,
     fold_requests,
     fold_restarts,
+    fold_links,
 )
 
 

@@ -7,8 +7,9 @@ planner folds to what it folded to.
 from blitzd.events import types as ev
 from blitzd.events.record import Record
 from blitzd.fsm.folding import folds
+from blitzd.fsm.link import Lease
 from blitzd.fsm.plan import BUCKETS, Wait
-from blitzd.fsm.state import ClusterState, Lease, Replica, Request
+from blitzd.fsm.state import ClusterState, Replica, Request
 
 MS = 1_000_000
 

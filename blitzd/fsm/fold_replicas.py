@@ -6,6 +6,7 @@ from blitzd.fsm.folding import (
     IllegalEvent,
     count,
     folds,
+    forget_links,
     forget_weights,
     move,
     replica_of,
@@ -71,8 +72,9 @@ def _(state: ClusterState, event: ev.WorkerLost, record: Record) -> None:
     replica.worker, replica.pid, replica.attached_ns = "absent", 0, 0
     replica.trouble = event.reason
     replica.retry_ns = event.retry_ns
-    replica.drain_deadline_ns = 0
+    replica.drain_deadline_ns = replica.dirty_ns = replica.audits_failed = 0
     forget_weights(replica)
+    forget_links(state, replica.id)
     state.touch("replica", replica.id)
 
 

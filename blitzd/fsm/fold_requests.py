@@ -4,8 +4,9 @@ from blitzd.events import types as ev
 from blitzd.events.record import Record
 from blitzd.fsm import fold_plan
 from blitzd.fsm.folding import IllegalEvent, count, folds, lease_of, replica_of, request_of
+from blitzd.fsm.link import Lease
 from blitzd.fsm.request import RequestState, next_request_state
-from blitzd.fsm.state import ClusterState, Lease, Loss, Replica, Request
+from blitzd.fsm.state import ClusterState, Loss, Replica, Request
 from blitzd.fsm.table import ACCEPTS_KV, ACCEPTS_PROMPTS, ReplicaState
 
 
@@ -98,6 +99,7 @@ def _(state: ClusterState, event: ev.MigrationStarted, record: Record) -> None:
         event.target_epoch,
         record.mono_ns,
         event.expires_ns,
+        event.cap_ns,
     )
     state.node.next_lease += 1
     state.touch("node", 0)

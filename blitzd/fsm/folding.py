@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from blitzd.events.record import Payload, Record
-from blitzd.fsm.state import ClusterState, Lease, Pair, Replica, Request
+from blitzd.fsm.link import Lease
+from blitzd.fsm.state import ClusterState, Pair, Replica, Request
 from blitzd.fsm.table import next_state
 
 
@@ -68,6 +69,13 @@ def move(replica: Replica, trigger: str, record: Record) -> None:
 def count(state: ClusterState, what: str) -> None:
     state.node.tallies[what] = state.node.tallies.get(what, 0) + 1
     state.touch("node", 0)
+
+
+def forget_links(state: ClusterState, replica_id: str) -> None:
+    """Of a life that is over."""
+    for link in [k for k in state.links.values() if replica_id in (k.source, k.target)]:
+        del state.links[link.key]
+        state.touch("link", link.key)
 
 
 def forget_weights(replica: Replica) -> None:

@@ -17,11 +17,15 @@ from typing import Any, Self
 import msgspec
 
 from blitzd.fsm.index import Index
+from blitzd.fsm.link import Lease, Link, faulty_json, links_json
 from blitzd.fsm.plan import Plan
 from blitzd.fsm.request import RequestState
 from blitzd.fsm.table import ReplicaState
 
 HASH_MODULUS = 1 << 256
+
+COUNTED = ("stale_notices", "link_faults", "kv_mismatches", "audits_failed", "invariants_broken")
+"""Tallies that `/admin/state` shows beside the ends of requests."""
 
 
 class Node(msgspec.Struct, omit_defaults=True):
@@ -102,6 +106,10 @@ class Replica(msgspec.Struct, omit_defaults=True, gc=False):
     """When a prompt was last ready there, or the first was begun, and when KV was last in:
     kept while the planner is on."""
     import_ns: int = 0
+    dirty_ns: int = 0
+    """Since when its worker holds something without a request; 0: as far as known, nothing."""
+    audits_failed: int = 0
+    """In a row."""
     since_seq: int = 0
     """The event that led to this state, and what caused that event."""
     cause_seq: int = 0
@@ -158,19 +166,6 @@ class Request(msgspec.Struct, omit_defaults=True, gc=False):
         return self.prompt_tokens + self.output_tokens
 
 
-class Lease(msgspec.Struct, gc=False):
-    """A KV transfer under way. Its blocks are reserved on both sides."""
-
-    id: int
-    request_id: int
-    source: str
-    source_epoch: int
-    target: str
-    target_epoch: int
-    opened_ns: int
-    expires_ns: int
-
-
 class Pair(msgspec.Struct, gc=False):
     """Two prefill replicas of which one still loads."""
 
@@ -183,7 +178,7 @@ class Pair(msgspec.Struct, gc=False):
     opened_ns: int
 
 
-Entity = Node | Replica | Request | Lease | Pair | Plan
+Entity = Node | Replica | Request | Lease | Link | Pair | Plan
 Key = tuple[str, str | int]
 
 
@@ -197,6 +192,7 @@ class ClusterState:
         self.replicas: dict[str, Replica] = {}
         self.requests: dict[int, Request] = {}
         self.leases: dict[int, Lease] = {}
+        self.links: dict[str, Link] = {}
         self.pairs: dict[int, Pair] = {}
         self.plan = Plan()
         self._hashes: dict[Key, int] = {}
@@ -263,7 +259,7 @@ class ClusterState:
         return f"{self._sum:064x}"
 
     def entity(self, kind: str, key: str | int) -> Entity | None:
-        """`kind` is node or plan (with key 0), replica, request, lease or pair."""
+        """`kind` is node or plan (with key 0), replica, request, lease, link or pair."""
         if kind == "node":
             return self.node
         if kind == "plan":
@@ -272,6 +268,7 @@ class ClusterState:
             "replica": self.replicas,
             "request": self.requests,
             "lease": self.leases,
+            "link": self.links,
             "pair": self.pairs,
         }
         entity: Entity | None = tables[kind].get(key)
@@ -304,7 +301,7 @@ class ClusterState:
                 },
                 "rolling_restart": sorted(self.node.rolling),
                 "policy": dict(sorted(self.node.policy.items())),
-                "stale_notices": self.node.tallies.get("stale_notices", 0),
+                **{name: self.node.tallies.get(name, 0) for name in COUNTED},
             },
             "replicas": [self._replica_json(r) for _, r in sorted(self.replicas.items())],
             "queue": {
@@ -312,7 +309,8 @@ class ClusterState:
                 "tokens": index.tokens[RequestState.QUEUED],
             },
             "requests": by_state,
-            "links": self._links_json(),
+            "links": links_json(self.leases.values()),
+            "faulty_links": faulty_json(self.links.values()),
             "pairs": [
                 {"id": pair.id, "new": pair.new, "old": pair.old, "cap": pair.cap}
                 for pair in self.pairs.values()
@@ -351,15 +349,6 @@ class ClusterState:
             "cause_seq": replica.cause_seq,
         }
 
-    def _links_json(self) -> list[dict[str, Any]]:
-        links: dict[tuple[str, str], list[int]] = {}
-        for lease in self.leases.values():
-            links.setdefault((lease.source, lease.target), []).append(lease.id)
-        return [
-            {"source": source, "target": target, "carries": "kv", "leases": leases}
-            for (source, target), leases in sorted(links.items())
-        ]
-
     # Snapshots.
 
     def encode(self) -> bytes:
@@ -373,6 +362,7 @@ class ClusterState:
                 list(self.leases.values()),
                 list(self.pairs.values()),
                 self.plan,
+                list(self.links.values()),
             ),
             order="deterministic",
         )
@@ -390,12 +380,15 @@ class ClusterState:
         state.pairs = {pair.id: pair for pair in snapshot.pairs}
         state.plan = snapshot.plan
         state.touch("plan", 0)
+        state.links = {link.key: link for link in snapshot.links}
         for replica in state.replicas:
             state.touch("replica", replica)
         for request in state.requests:
             state.touch("request", request)
         for lease in state.leases:
             state.touch("lease", lease)
+        for link in state.links:
+            state.touch("link", link)
         for pair in state.pairs:
             state.touch("pair", pair)
         return state
@@ -427,3 +420,4 @@ class _Snapshot(msgspec.Struct):
     leases: list[Lease]
     pairs: list[Pair]
     plan: Plan = msgspec.field(default_factory=Plan)
+    links: list[Link] = []

@@ -16,7 +16,8 @@ import msgspec
 
 from blitzd.events import types as ev
 from blitzd.events.record import Payload, Record
-from blitzd.fsm.state import Key, Lease
+from blitzd.fsm.link import Lease
+from blitzd.fsm.state import Key
 from blitzd.fsm.story import ENDS
 from blitzd.fsm.timeline import Timeline
 from blitzd.fsm.watched import WatchedState

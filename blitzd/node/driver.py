@@ -26,6 +26,7 @@ from blitzd.node.asked import Asked
 from blitzd.node.face import CommandFailed, GenerateRequest, Observations, RequestRefused
 from blitzd.node.live import LiveRequest
 from blitzd.node.ports import Clock, Journal, JournalUnavailable, Workers
+from blitzd.node.state_audit import audit_when_idle
 from blitzd.node.wire_ids import request_and_attempt
 from blitzd.proto.blitzd.engine import v1 as pb
 
@@ -95,6 +96,7 @@ class Driver:
             tasks.start_soon(self._tick)
             tasks.start_soon(self._sync_in_groups)
             tasks.start_soon(self._snapshot_when_due)
+            tasks.start_soon(audit_when_idle, self.core, self.post)
             await self._turn(boot)
             async for payload in self._inbox:
                 if await self._turns(payload):

@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Protocol
 
+import msgspec
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
@@ -12,7 +13,7 @@ from blitzd.control import commands as cmd
 from blitzd.events import types as ev
 from blitzd.events.record import Payload
 from blitzd.node.live import LiveRequest
-from blitzd.node.wire_ids import wire_id
+from blitzd.node.wire_ids import request_and_attempt, wire_id
 from blitzd.proto.blitzd.engine import v1 as pb
 
 LOAD_DEADLINE_S = 600.0
@@ -108,6 +109,25 @@ class WorkerCalls:
             reason,
         )
 
+    async def health(self) -> pb.HealthReply:
+        """With each answer the worker says what it holds. No deadline."""
+        reply = await self._stub.health(pb.HealthRequest())
+        held = reply.holdings
+        if held is not None:
+            await self._reports.post(
+                ev.HoldingsReported(
+                    self._replica,
+                    self._epoch,
+                    held.blocks,
+                    tuple(map(request_and_attempt, held.request_ids)),
+                    tuple(map(request_and_attempt, held.exports)),
+                    held.transfers,
+                    held.buffers,
+                    tuple(held.peers),
+                )
+            )
+        return reply
+
     async def prefill(self, command: cmd.StartPrefill, live: LiveRequest) -> None:
         if not live.runs(command.attempt):
             return
@@ -152,21 +172,34 @@ class WorkerCalls:
             source_epoch=command.source_epoch,
             source_endpoint=source_endpoint,
             transport=transport,
+            stall_ms=command.stall_ms,
+            checksums=command.checksums,
         )
         ended = ev.ImportEnded(command.lease_id, 0, 0, "target", "the import ended without a word")
         try:
-            # The lease's expiry is the deadline; this one only bounds the call.
-            async for report in self._stub.import_kv(call, timeout=2 * self._deadline_s):
+            async for report in self._stub.import_kv(call, timeout=command.cap_ms / 1e3):
                 if report.ended:
                     ended = _import_ended(command.lease_id, report)
+                else:
+                    moved = ev.ImportProgressed(command.lease_id, report.bytes_moved)
+                    await self._reports.post(moved)
         except CallFailed as error:
             ended = ev.ImportEnded(command.lease_id, 0, 0, "target", describe_failure(error))
         await self._reports.post(ended)
 
 
 def _import_ended(lease_id: int, report: pb.ImportKvReport) -> ev.ImportEnded:
-    fault = FAULTS[report.fault]
-    return ev.ImportEnded(lease_id, report.bytes_moved, report.elapsed_ns, fault, report.reason)
+    ended = ev.ImportEnded(
+        lease_id, report.bytes_moved, report.elapsed_ns, FAULTS[report.fault], report.reason
+    )
+    if report.fault is not F.CORRUPT:
+        return ended
+    return msgspec.structs.replace(
+        ended,
+        layer=report.layer,
+        source_checksum=f"{report.source_checksum:016x}",
+        target_checksum=f"{report.target_checksum:016x}",
+    )
 
 
 def wire_request(live: LiveRequest) -> pb.Request:

@@ -55,7 +55,7 @@ class Worker:
         self.call_s = config.hang_deadline_s + CALL_MARGIN_S
         self.calls = WorkerCalls(replica, epoch, self.stub, reports, self.call_s)
         self.health = HealthWatch(
-            lambda: self.stub.health(pb.HealthRequest()),
+            self.calls.health,
             config.hang_deadline_s,
             config.step_deadline_s,
         )

@@ -16,13 +16,14 @@ from blitzd.events import types as ev
 from blitzd.events.record import Payload
 from blitzd.node.driver import Driver
 from blitzd.node.live import LiveRequest
-from blitzd.node.wire_ids import wire_id
+from blitzd.node.wire_ids import request_and_attempt, wire_id
 from blitzd.proto.blitzd.engine import v1 as pb
 
 BLOCK_TOKENS = 64
 BLOCKS = 24
 LAYERS = 4
 STEP_S = 0.01
+HEALTH_S = 1.0
 HANG_DEADLINE_S = 10.0
 F = pb.FinishReason
 
@@ -57,6 +58,9 @@ class Faults:
     step_failure: float = 0.0
     refusal: float = 0.0
     bad_import: float = 0.0
+    stalled_import: float = 0.0
+    leak: float = 0.0
+    """A worker does not let go of what it is told to."""
     no_room: float = 0.0
     load_failure: float = 0.0
 
@@ -131,7 +135,14 @@ class VirtualWorkers:
             await self._post(worker, ev.WorkerStarted(worker.replica, worker.epoch, 1))
             await self._pause(worker, 0.5)
             await self._post(worker, ev.WorkerDescribed(worker.replica, worker.epoch, 1), True)
-            await anyio.sleep_forever()
+            while True:
+                await self._pause(worker, HEALTH_S)
+                await self._tell_holdings(worker)
+
+    async def _tell_holdings(self, worker: VirtualWorker) -> None:
+        held = tuple(request_and_attempt(wire) for wire in worker.holdings)
+        on = (worker.replica, worker.epoch)
+        await self._post(worker, ev.HoldingsReported(*on, worker.blocks_used, held, (), 0, 0, ()))
 
     def _end(self, worker: VirtualWorker) -> None:
         worker.alive = False
@@ -262,17 +273,27 @@ class VirtualWorkers:
             await self._post(worker, refused, certain=True)
             return
         worker.holdings[job.id] = blocks
-        await self._pause(worker, 0.05)
+        for beat in range(self._random.choice([1, 1, 1, 4])):
+            await self._pause(worker, 0.05 if beat == 0 else 0.4)
+            if job.id not in worker.holdings:
+                return
+            if beat:
+                await self._post(worker, ev.ImportProgressed(command.lease_id, beat * 100))
         if job.id not in worker.holdings:
             return
         fault = ""
         if source is None or not source.alive or source.holdings.get(job.id) is None:
-            fault = "source"
+            fault = "not_held"
+        elif self._random.random() < self.faults.stalled_import:
+            # Neither bytes nor words: the lease ends it, or whoever frees the request.
+            return
         elif self._random.random() < self.faults.bad_import:
-            fault = self._random.choice(["target", "protocol", "deadline"])
+            fault = self._random.choice(["target", "source", "corrupt", "mismatch", "refused"])
         if fault:
             del worker.holdings[job.id]
-            lost = ev.ImportEnded(command.lease_id, 0, 0, fault, "the peer was lost")
+            await self._occupancy(worker)
+            sums = ("00", "01") if fault == "corrupt" else ("", "")
+            lost = ev.ImportEnded(command.lease_id, 0, 0, fault, "the peer was lost", 2, *sums)
             await self._post(worker, lost, certain=True)
             return
         # The answer and the first tokens race.
@@ -293,5 +314,6 @@ class VirtualWorkers:
 
     async def _free(self, worker: VirtualWorker, attempt: int) -> None:
         await self._pause(worker, 0.002)
-        worker.holdings.pop(attempt, None)
+        if self._random.random() >= self.faults.leak:
+            worker.holdings.pop(attempt, None)
         await self._occupancy(worker)

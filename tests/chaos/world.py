@@ -114,6 +114,8 @@ class Scenario:
             step_failure=sometimes(0.2),
             refusal=sometimes(0.2),
             bad_import=sometimes(0.3),
+            stalled_import=sometimes(0.3),
+            leak=random.choice([0.0, 0.0, 0.0, 0.2]),
             no_room=sometimes(0.5),
             load_failure=sometimes(0.5),
         )
@@ -135,7 +137,8 @@ class Scenario:
         quick = {"scale_down_window_ms": 1000, "arrival_window_ms": 1000, "manual_hold_ms": 5000}
         return Policy(
             max_queued_requests=20,
-            lease_ttl_ms=2000,
+            lease_ttl_ms=5000,
+            lease_stall_ms=1000,
             drain_ms=20_000,
             autoscale=self.autoscale,
             **quick if self.autoscale else {},
@@ -294,8 +297,13 @@ class World:
 
     async def _settle(self, workers: VirtualWorkers) -> None:
         """Waits until everything accepted has ended and every replica serves again."""
+        leaks = workers.faults.leak > 0
         workers.faults = Faults()
-        while not self._settled() or any(w.hung for w in workers.living()):
+        while not self._settled() or any(
+            # What has leaked is for the audit to find.
+            w.hung or (leaks and w.holdings)
+            for w in workers.living()
+        ):
             await anyio.sleep(1.0)
         await anyio.sleep(1.0)
 

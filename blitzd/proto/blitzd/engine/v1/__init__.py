@@ -248,12 +248,6 @@ class CancelRequest(betterproto2.Message):
         1, betterproto2.TYPE_UINT64, repeated=True
     )
 
-    up_to_lease: "int" = betterproto2.field(2, betterproto2.TYPE_UINT64)
-    """
-    0: whatever they are here for. Else only what came, or comes, by a lease up to this one:
-    a target that was given up may have been given the request again meanwhile.
-    """
-
 
 default_message_pool.register_message(
     "blitzd.engine.v1", "CancelRequest", CancelRequest
@@ -906,13 +900,6 @@ class StepReport(betterproto2.Message):
     top_logprobs: "list[float]" = betterproto2.field(
         20, betterproto2.TYPE_FLOAT, repeated=True
     )
-
-    positions: "list[int]" = betterproto2.field(
-        21, betterproto2.TYPE_UINT32, repeated=True
-    )
-    """
-    One per row: the token's place in its request's output, from 0.
-    """
 
 
 default_message_pool.register_message("blitzd.engine.v1", "StepReport", StepReport)
