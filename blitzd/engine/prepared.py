@@ -40,10 +40,9 @@ def open_prepared(
     made, Corrupt for weights that are not those that it wrote.
     """
     began = time.monotonic()
+    file, tokenizer = open_description(directory)
     try:
-        file = read_model_file(directory)
         found = (directory / "arena.bin").stat().st_size
-        tokenizer = Tokenizer.from_dir(directory)
     except (OSError, ValueError) as error:
         raise InvalidField(f"model_path: {error}") from error
     if found != file.layout.length:
@@ -63,6 +62,14 @@ def open_prepared(
         take_ms=round((time.monotonic() - opened) * 1e3),
     )
     return Prepared(directory, file.config, file.layout, weights, tokenizer)
+
+
+def open_description(directory: Path) -> tuple[ModelFile, Tokenizer]:
+    """All of a prepared model but its weights. Raises InvalidField (model_path)."""
+    try:
+        return read_model_file(directory), Tokenizer.from_dir(directory)
+    except (OSError, ValueError) as error:
+        raise InvalidField(f"model_path: {error}") from error
 
 
 def _take(

@@ -18,8 +18,8 @@ from blitzd.engine.errors import InvalidField, NotReady
 from blitzd.engine.exporter import Exporter
 from blitzd.engine.importer import Importer
 from blitzd.engine.options import ReplicaOptions
-from blitzd.engine.prepared import open_prepared
 from blitzd.engine.reports import Reports
+from blitzd.engine.weights_load import WeightLoader
 from blitzd.fabric import ArenaServer, Identity, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+LOAD_S = 600.0
+ASK_S = 5.0
+"""For an answer that takes milliseconds, unless a load has to begin first."""
 HANDOVER_S = 60.0
 """Of a caller that sets no deadline; the daemon's is the lease's."""
 LISTED = 64
@@ -57,6 +60,7 @@ class EngineService(pb.EngineBase):
         self._ucx = UcxFabric(str(identity))
         self._importer = Importer(self._ucx, verify_kv)
         self._exporter = Exporter(identity, self._ucx)
+        self._weights = WeightLoader(identity, self._ucx, options.weights)
         self._replica: Replica | None = None
         self._arena_server: ArenaServer | None = None
         self._progress = pb.LoadProgress()
@@ -71,6 +75,7 @@ class EngineService(pb.EngineBase):
         """Ends transfers and the step loop, removes the KV socket. Idempotent."""
         await self._unload()
         await self._importer.close()
+        await self._weights.close()
         await self._ucx.close()
 
     # -- who and how --------------------------------------------------------------------
@@ -157,7 +162,7 @@ class EngineService(pb.EngineBase):
         def tell(progress: pb.LoadProgress) -> None:
             loop.call_soon_threadsafe(moved.put_nowait, progress)
 
-        opening = loop.run_in_executor(None, self._open, message, tell, loop)
+        opening = asyncio.create_task(self._open(message, tell, deadline(LOAD_S)))
         opening.add_done_callback(lambda _: moved.put_nowait(None))
         try:
             while (progress := await moved.get()) is not None:
@@ -169,7 +174,10 @@ class EngineService(pb.EngineBase):
         except BaseException:
             # It failed, or whoever asked has left and the model is not wanted any more.
             self._progress = pb.LoadProgress()
+            opening.cancel()
             opening.add_done_callback(_discard)
+            await asyncio.wait([opening])
+            await self._weights.server.withdraw()
             raise
         self._replica, self._arena_server = replica, server
         self._progress = dataclasses.replace(
@@ -179,22 +187,32 @@ class EngineService(pb.EngineBase):
             blocks_total=replica.geometry.blocks,
         )
 
-    def _open(
+    async def _open(
         self,
         message: pb.LoadModelRequest,
         tell: Callable[[pb.LoadProgress], None],
-        loop: asyncio.AbstractEventLoop,
+        deadline: float,
     ) -> "Replica":
-        prepared = open_prepared(Path(message.model_path), tell, self._options.weights)
-        from blitzd.engine.replica import open_replica
+        loop = asyncio.get_running_loop()
+        prepared = await self._weights.run(message, deadline, tell)
 
-        return open_replica(
-            prepared,
-            message.blocks_total,
-            self._options,
-            publish=lambda report: _tell(loop, self._reports.publish, report),
-            crashed=lambda error: _tell(loop, self._crashed, error),
-        )
+        def open_it() -> "Replica":
+            from blitzd.engine.replica import open_replica
+
+            return open_replica(
+                prepared,
+                message.blocks_total,
+                self._options,
+                publish=lambda report: _tell(loop, self._reports.publish, report),
+                crashed=lambda error: _tell(loop, self._crashed, error),
+            )
+
+        opening = loop.run_in_executor(None, open_it)
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_discard)
+            raise
 
     async def _unload(self) -> None:
         replica, server = self._replica, self._arena_server
@@ -203,8 +221,12 @@ class EngineService(pb.EngineBase):
         self._replica, self._arena_server = None, None
         self._progress = pb.LoadProgress()
         await self._forget_everything(replica)
+        await self._weights.give_up()
         await server.close()
         await asyncio.to_thread(replica.close, STOP_S)
+
+    async def serve_weights(self, message: pb.ServeWeightsRequest) -> pb.ServeWeightsReply:
+        return await self._weights.server.run(message, deadline(ASK_S))
 
     # -- requests -----------------------------------------------------------------------
 

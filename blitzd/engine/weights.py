@@ -14,13 +14,19 @@ def map_weights(directory: Path) -> mmap.mmap:
         return mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
 
 
+def own_memory(size: int) -> mmap.mmap:
+    """Private memory for weights. It lies on huge pages where the kernel has them, so computing
+    with it misses the TLB less."""
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 class WeightsCopy:
-    """Private memory for a copy of `directory`/arena.bin, filled a section at a time. It lies
-    on huge pages where the kernel has them, so computing with it misses the TLB less."""
+    """Private memory for a copy of `directory`/arena.bin, filled a section at a time."""
 
     def __init__(self, directory: Path, layout: Layout) -> None:
-        self.buffer = mmap.mmap(-1, layout.length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.buffer.madvise(mmap.MADV_HUGEPAGE)
+        self.buffer = own_memory(layout.length)
         self._path = directory / "arena.bin"
 
     def fill(self, section: Section) -> None:

@@ -65,7 +65,7 @@ class SharedArena:
 def _reserve(fd: int, size: int) -> None:
     """Takes `size` bytes now. Asked of the kernel alone, a size that does not fit would be
     granted page by page until it ends some process for want of memory."""
-    available = _available_bytes()
+    available = available_bytes()
     if size > available:
         raise MemoryError(f"arena of {size} bytes; accepted: at most {available}, what is free")
     try:
@@ -76,7 +76,7 @@ def _reserve(fd: int, size: int) -> None:
         raise
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """What new memory can be had without swapping: `MemAvailable`."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

@@ -76,11 +76,14 @@ class UcxFabric:
         segments: Sequence[Segment],
         deadline: float,
         on_bytes: Callable[[int], None] | None = None,
+        available: Callable[[], int] | None = None,
     ) -> int:
         """Sends `segments` of `buffer`; returns their bytes once the peer has them all.
 
         `deadline` is a time of `time.monotonic()`; `on_bytes` is told on the fabric's thread
-        how many of the first bytes have left. Raises SegmentError, ValueError for a bad
+        how many of the first bytes have left. `available`, asked on that thread, says how
+        many of the first bytes may leave by now: those that a `receive` of this fabric
+        brings are forwarded at once, others within 50 ms. Raises SegmentError, ValueError for a bad
         address or tag, IdentityMismatch when the peer's epoch is an old one, PeerLost,
         TransferTimeout.
         """
@@ -93,6 +96,7 @@ class UcxFabric:
             checked(segments, len(view), "segments"),
             deadline,
             on_bytes,
+            available,
         )
 
     async def receive(
@@ -114,7 +118,7 @@ class UcxFabric:
         targets = checked(segments, len(view), "segments")
         refuse_overlap(targets, "segments")
         return await self._transfer(
-            UcxThread.receive, peer_address, tag, view, targets, deadline, on_bytes
+            UcxThread.receive, peer_address, tag, view, targets, deadline, on_bytes, None
         )
 
     async def _transfer(
@@ -126,12 +130,14 @@ class UcxFabric:
         segments: list[Segment],
         deadline: float,
         on_bytes: Callable[[int], None] | None,
+        available: Callable[[], int] | None,
     ) -> int:
         address = Address.decode(peer_address)
         data_tag(tag)
         await self.start()
         assert self._thread is not None
-        error = await _run(self._thread, start, address, (tag, view, segments, deadline), on_bytes)
+        what = (tag, view, segments, deadline)
+        error = await _run(self._thread, start, address, what, on_bytes, available)
         if error is None:
             return total(segments)
         try:
@@ -159,6 +165,7 @@ async def _run(
     address: Address,
     what: tuple[int, Bytes, list[Segment], float],
     on_bytes: Callable[[int], None] | None,
+    available: Callable[[], int] | None,
 ) -> FabricError | None:
     """Returns when the thread is done with the buffer, also when cancelled."""
     loop = asyncio.get_running_loop()
@@ -169,7 +176,7 @@ async def _run(
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(done.set_result, error)
 
-    job = Job(*what, finish, on_bytes)
+    job = Job(*what, finish, on_bytes, available)
     limit = job.deadline + STUCK_S
     start(thread, address, job)
     try:

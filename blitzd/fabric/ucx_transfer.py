@@ -30,6 +30,9 @@ class Job:
     """Called exactly once, on the fabric's thread; after it `view` is not touched."""
     on_bytes: Callable[[int], None] | None = None
     """Told how many of the first bytes are there, on the fabric's thread."""
+    available: Callable[[], int] | None = None
+    """Of a sender, asked on the fabric's thread: how many of the first bytes may leave. None:
+    all."""
     total: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -134,6 +137,7 @@ class Outgoing(Transfer):
             not self.over
             and self._answered < self._granted
             and self.line.flying < SEND_WINDOW
+            and self._is_available(self._answered)
             and (free := pool.take()) is not None
         ):
             size = self.size(self._answered)
@@ -144,6 +148,10 @@ class Outgoing(Transfer):
             self.told(self._answered)
             moved = True
         return moved
+
+    def _is_available(self, chunk: int) -> bool:
+        available = self.job.available
+        return available is None or available() >= min((chunk + 1) * CHUNK_BYTES, self.job.total)
 
     def give_up(self, error: FabricError) -> None:
         if self.over:

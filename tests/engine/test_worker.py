@@ -175,10 +175,11 @@ def test_a_load_whose_caller_leaves_is_undone_and_can_be_made_again(
 ) -> None:
     opened: list[Replica] = []
     closed: list[Replica] = []
-    gate = threading.Event()
+    begun, gate = threading.Event(), threading.Event()
     real_open, real_close = open_replica, Replica.close
 
     def slow_open(*arguments: Any, **named: Any) -> Replica:
+        begun.set()
         assert gate.wait(10)
         opened.append(real_open(*arguments, **named))
         return opened[-1]
@@ -197,6 +198,7 @@ def test_a_load_whose_caller_leaves_is_undone_and_can_be_made_again(
         call = pb.LoadModelRequest(model_path=str(model), blocks_total=16)
         leaving = service.load_model(call)
         assert (await anext(leaving)).digest == ""
+        assert await asyncio.to_thread(begun.wait, 10)
         await leaving.aclose()  # type: ignore[attr-defined]
         assert (await service.describe(pb.DescribeRequest())).layers_total == 0
         gate.set()

@@ -33,9 +33,12 @@ __all__ = (
     "ResumeHeldReply",
     "ResumeHeldRequest",
     "Sampling",
+    "ServeWeightsReply",
+    "ServeWeightsRequest",
     "StepReport",
     "Transport",
     "WatchRequest",
+    "WeightPeer",
 )
 
 from collections.abc import AsyncIterator
@@ -581,6 +584,15 @@ class LoadModelRequest(betterproto2.Message):
     KV blocks to allocate
     """
 
+    peers: "list[WeightPeer]" = betterproto2.field(
+        3, betterproto2.TYPE_MESSAGE, repeated=True
+    )
+    """
+    Whom to receive the weights from, over UCX: the next worker upstream in the chain first,
+    its own sources after it. When one fails, the next gives what is still missing. None:
+    model_path's own arena.bin; else it needs none.
+    """
+
 
 default_message_pool.register_message(
     "blitzd.engine.v1", "LoadModelRequest", LoadModelRequest
@@ -604,7 +616,7 @@ class LoadProgress(betterproto2.Message):
 
     source: "str" = betterproto2.field(6, betterproto2.TYPE_STRING)
     """
-    where the bytes came from: "map", "disk", a replica
+    where the bytes come from: "map", "disk", a replica
     """
 
     block_tokens: "int" = betterproto2.field(7, betterproto2.TYPE_UINT32)
@@ -808,6 +820,57 @@ default_message_pool.register_message("blitzd.engine.v1", "Sampling", Sampling)
 
 
 @dataclass(eq=False, repr=False)
+class ServeWeightsReply(betterproto2.Message):
+    ucx_address: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
+    """
+    the source's fabric address, to receive from
+    """
+
+
+default_message_pool.register_message(
+    "blitzd.engine.v1", "ServeWeightsReply", ServeWeightsReply
+)
+
+
+@dataclass(eq=False, repr=False)
+class ServeWeightsRequest(betterproto2.Message):
+    source_epoch: "int" = betterproto2.field(1, betterproto2.TYPE_UINT64)
+    """
+    refused when the source has another
+    """
+
+    model_digest: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
+    """
+    refused when another model lies there
+    """
+
+    offset: "int" = betterproto2.field(3, betterproto2.TYPE_UINT64)
+    """
+    of the first byte that is wanted; all after it follow
+    """
+
+    ucx_address: "bytes" = betterproto2.field(4, betterproto2.TYPE_BYTES)
+    """
+    the asking worker's fabric address
+    """
+
+    ucx_tag: "int" = betterproto2.field(5, betterproto2.TYPE_UINT64)
+    """
+    names the transfer; drawn by the asking worker's fabric
+    """
+
+    wait_ms: "int" = betterproto2.field(6, betterproto2.TYPE_UINT32)
+    """
+    For the source to begin to load, if it has not: in a chain, all are told at once.
+    """
+
+
+default_message_pool.register_message(
+    "blitzd.engine.v1", "ServeWeightsRequest", ServeWeightsRequest
+)
+
+
+@dataclass(eq=False, repr=False)
 class StepReport(betterproto2.Message):
     step: "int" = betterproto2.field(1, betterproto2.TYPE_UINT64)
 
@@ -913,6 +976,21 @@ class WatchRequest(betterproto2.Message):
 default_message_pool.register_message("blitzd.engine.v1", "WatchRequest", WatchRequest)
 
 
+@dataclass(eq=False, repr=False)
+class WeightPeer(betterproto2.Message):
+    replica_id: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
+
+    epoch: "int" = betterproto2.field(2, betterproto2.TYPE_UINT64)
+
+    endpoint: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
+    """
+    its gRPC socket
+    """
+
+
+default_message_pool.register_message("blitzd.engine.v1", "WeightPeer", WeightPeer)
+
+
 class EngineStub(betterproto2_grpclib.ServiceStub):
     async def describe(
         self,
@@ -960,6 +1038,29 @@ class EngineStub(betterproto2_grpclib.ServiceStub):
             metadata=metadata,
         ):
             yield response
+
+    async def serve_weights(
+        self,
+        message: "ServeWeightsRequest",
+        *,
+        timeout: "float | None" = None,
+        deadline: "Deadline | None" = None,
+        metadata: "MetadataLike | None" = None,
+    ) -> "ServeWeightsReply":
+        """
+        Asked of a worker by one that loads the same model: send me your arena's bytes from
+        `offset` on, over UCX. A worker that is loading itself forwards them as they arrive, so
+        workers that ask each other in a row are a chain.
+        """
+
+        return await self._unary_unary(
+            "/blitzd.engine.v1.Engine/ServeWeights",
+            message,
+            ServeWeightsReply,
+            timeout=timeout,
+            deadline=deadline,
+            metadata=metadata,
+        )
 
     async def prefill(
         self,
@@ -1201,6 +1302,17 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
         raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
         yield LoadProgress()
 
+    async def serve_weights(
+        self, message: "ServeWeightsRequest"
+    ) -> "ServeWeightsReply":
+        """
+        Asked of a worker by one that loads the same model: send me your arena's bytes from
+        `offset` on, over UCX. A worker that is loading itself forwards them as they arrive, so
+        workers that ask each other in a row are a chain.
+        """
+
+        raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
+
     async def prefill(self, message: "PrefillRequest") -> "PrefillReply":
         """
         Admits a request. Its tokens come through Watch.
@@ -1297,6 +1409,14 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
             stream,
             request,
         )
+
+    async def __rpc_serve_weights(
+        self, stream: "grpclib.server.Stream[ServeWeightsRequest, ServeWeightsReply]"
+    ) -> None:
+        request = await stream.recv_message()
+        assert request is not None
+        response = await self.serve_weights(request)
+        await stream.send_message(response)
 
     async def __rpc_prefill(
         self, stream: "grpclib.server.Stream[PrefillRequest, PrefillReply]"
@@ -1397,6 +1517,12 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
                 grpclib.const.Cardinality.UNARY_STREAM,
                 LoadModelRequest,
                 LoadProgress,
+            ),
+            "/blitzd.engine.v1.Engine/ServeWeights": grpclib.const.Handler(
+                self.__rpc_serve_weights,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                ServeWeightsRequest,
+                ServeWeightsReply,
             ),
             "/blitzd.engine.v1.Engine/Prefill": grpclib.const.Handler(
                 self.__rpc_prefill,

@@ -1,0 +1,113 @@
+"""Brings a model's weights in, from wherever the daemon says, and offers them to peers."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from blitzd.engine.importer import Sources
+from blitzd.engine.options import Weights
+from blitzd.engine.prepared import Prepared, open_prepared
+from blitzd.engine.weights_filling import Filling
+from blitzd.engine.weights_pull import Peer, WeightPull, peers_of
+from blitzd.engine.weights_serve import Offer, WeightServer
+from blitzd.fabric import Identity, UcxFabric
+from blitzd.proto.blitzd.engine import v1 as pb
+
+KEEP_S = 60.0
+"""What arrived before a load failed waits so long for the load that goes on with it."""
+
+log = structlog.get_logger()
+
+
+class WeightLoader:
+    """One load at a time."""
+
+    def __init__(self, identity: Identity, ucx: UcxFabric, how: Weights) -> None:
+        """`how` weights of the directory's own file are held; received ones are a copy."""
+        self._ucx = ucx
+        self._how = how
+        self._sources = Sources()
+        self.server = WeightServer(identity, ucx)
+        self._kept: Filling | None = None
+        self._dropping: asyncio.TimerHandle | None = None
+
+    async def run(
+        self,
+        message: pb.LoadModelRequest,
+        deadline: float,
+        tell: Callable[[pb.LoadProgress], None],
+    ) -> Prepared:
+        """The model, whole and checked, and on offer to peers until `give_up`.
+
+        `tell` may be called from another thread. Raises InvalidField, Corrupt, MemoryError,
+        PeerLost, TimeoutError; then nothing is on offer.
+        """
+        directory = Path(message.model_path)
+        try:
+            if message.peers:
+                peers = peers_of(message)
+                prepared = await self._fill(self._resumed(directory), peers, deadline, tell)
+            else:
+                self._forget()
+                prepared = await asyncio.to_thread(open_prepared, directory, tell, self._how)
+            size = len(prepared.weights)
+            whole = Offer(prepared.config.digest, prepared.weights, size, lambda: size)
+            await self.server.offer(whole)
+            return prepared
+        except BaseException:
+            await self.server.withdraw()
+            raise
+
+    async def _fill(
+        self,
+        filling: Filling,
+        peers: list[Peer],
+        deadline: float,
+        tell: Callable[[pb.LoadProgress], None],
+    ) -> Prepared:
+        began, resumed_at = time.monotonic(), filling.arrived
+        arriving = Offer(filling.digest, filling.buffer, filling.size, lambda: filling.arrived)
+        await self.server.offer(arriving)
+        pull = WeightPull(filling, peers, self._ucx, self._sources, deadline)
+        try:
+            await pull.run(tell)
+        except Exception:
+            self._keep(filling)
+            raise
+        log.info(
+            "weights received",
+            bytes=filling.size,
+            resumed_at=resumed_at,
+            taken=pull.taken,
+            ms=round((time.monotonic() - began) * 1e3),
+        )
+        return filling.prepared()
+
+    async def give_up(self) -> None:
+        """Offers nothing any more. Returns when nobody reads the weights."""
+        self._forget()
+        await self.server.withdraw()
+
+    async def close(self) -> None:
+        await self.give_up()
+        self._sources.close()
+
+    # What a failed load leaves.
+
+    def _resumed(self, directory: Path) -> Filling:
+        kept = self._kept
+        self._forget()
+        fresh = Filling(directory)
+        return kept if kept is not None and kept.file == fresh.file else fresh
+
+    def _keep(self, filling: Filling) -> None:
+        self._kept = filling
+        self._dropping = asyncio.get_running_loop().call_later(KEEP_S, self._forget)
+
+    def _forget(self) -> None:
+        if self._dropping is not None:
+            self._dropping.cancel()
+        self._kept = self._dropping = None
