@@ -279,8 +279,9 @@ def test_damaged_weights_are_never_ready_and_a_sound_peer_makes_up_for_them(
                 Load(targets[1], hollow, bad, good),
                 Load(targets[2], hollow, targets[1], bad, good),
             ]
-            for load in loads:
-                assert (await load.end()).source == "s"
+            assert (await loads[0].end()).source == "s"
+            # Either it was damaged here too, or its source had the sound bytes by then.
+            assert (await loads[1].end()).source in ("b", "s")
             expected = await tokens(good)
             assert await tokens(targets[1]) == await tokens(targets[2]) == expected
 
