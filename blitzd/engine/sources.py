@@ -30,7 +30,7 @@ class Sources:
         """Raises NotHeld, OtherEpoch, Mismatch (the source says no); PeerLost (it says
         nothing, or cannot); TimeoutError."""
         key = (source, endpoint)
-        stub = self._stub(key)
+        stub = self.stub(source, endpoint)
         try:
             reply = await stub.export_kv(call, timeout=max(0.0, deadline - time.monotonic()))
         except GRPCError as error:
@@ -44,7 +44,8 @@ class Sources:
             raise SAID_BY_SOURCE[reply.fault](f"{source}: {reply.reason}")
         return reply
 
-    def _stub(self, key: Key) -> pb.EngineStub:
+    def stub(self, source: Identity, endpoint: str) -> pb.EngineStub:
+        key = (source, endpoint)
         channel = self._channels.pop(key, None)
         if channel is None:
             for older in [k for k in self._channels if k[0].replica == key[0].replica]:

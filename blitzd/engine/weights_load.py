@@ -7,9 +7,9 @@ from pathlib import Path
 
 import structlog
 
-from blitzd.engine.importer import Sources
 from blitzd.engine.options import Weights
 from blitzd.engine.prepared import Prepared, open_prepared
+from blitzd.engine.sources import Sources
 from blitzd.engine.weights_filling import Filling
 from blitzd.engine.weights_pull import Peer, WeightPull, peers_of
 from blitzd.engine.weights_serve import Offer, WeightServer

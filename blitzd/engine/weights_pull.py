@@ -15,7 +15,7 @@ import structlog
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from blitzd.engine.errors import InvalidField
-from blitzd.engine.importer import Sources
+from blitzd.engine.sources import Sources
 from blitzd.engine.weights_filling import Damaged, Filling
 from blitzd.fabric import FabricError, Identity, PeerLost, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
@@ -140,7 +140,9 @@ class WeightPull:
             wait_ms=0 if peer in self._asked else BEGIN_MS,
         )
         self._asked.add(peer)
-        there = await self._sources.stub(peer.endpoint).serve_weights(call, timeout=ASK_S)
+        there = await self._sources.stub(peer.identity, peer.endpoint).serve_weights(
+            call, timeout=ASK_S
+        )
         await self._ucx.receive(
             there.ucx_address,
             call.ucx_tag,
