@@ -4,6 +4,7 @@ hand-over have a message of their own (`handover`). No torch here."""
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
 
+from blitzd.fabric import PeerLost
 from blitzd.sched import NoRoom, Refused
 
 
@@ -54,6 +55,7 @@ STATUS: tuple[tuple[type[BaseException], Status], ...] = (
     (Refused, Status.INVALID_ARGUMENT),
     (NotReady, Status.FAILED_PRECONDITION),
     (Corrupt, Status.DATA_LOSS),
+    (PeerLost, Status.UNAVAILABLE),
     (NoRoom, Status.RESOURCE_EXHAUSTED),
     (Overloaded, Status.RESOURCE_EXHAUSTED),
     (MemoryError, Status.RESOURCE_EXHAUSTED),

@@ -89,10 +89,12 @@ class Filling:
             self._checked += 1
 
     async def _until(self, end: int) -> None:
-        self._moved.clear()
         self._wanted = end
-        if self.arrived < end:
+        self._moved.clear()
+        # It may have been set for an earlier section, more than once.
+        while self.arrived < end:
             await self._moved.wait()
+            self._moved.clear()
 
     def _progress(self, section: int, end: int) -> pb.LoadProgress:
         layers = self.file.layout.layers
