@@ -36,6 +36,8 @@ class ResetWorker:
 class LoadModel:
     replica: str
     epoch: int
+    peers: tuple[tuple[str, int], ...] = ()
+    """(replica, epoch) of those that give the weights, nearest first; none: the node's file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ POLICY_OF: dict[type[Payload], tuple[str, ...]] = {
     ev.RequestResumed: ("max_resumes", "resume_backoff_ms"),
     ev.WorkerLost: ("restart_backoff_ms", "restart_backoff_max_ms"),
     ev.LoadFailed: ("restart_backoff_ms", "restart_backoff_max_ms"),
+    ev.LoadStarted: ("weights_from_peers",),
     ev.LoadFinished: ("mutate_after_load",),
     ev.ReplicaDeactivated: ("null_ttl_ms",),
     ev.PairOpened: ("pair_cap",),

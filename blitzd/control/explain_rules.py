@@ -25,7 +25,9 @@ RULES: dict[type[Payload], str] = {
     ev.ReplicaRetired: "The configuration no longer names this replica, and it has no worker.",
     ev.LoadStarted: (
         "An Inactive replica with an attached worker and a role other than spare loads, unless"
-        " it is cordoned or in back-off."
+        " it is cordoned or in back-off; from a replica that has the weights, or will, and gives"
+        " them to nobody yet, if the policy says so (not from a Prefill, whose egress is for KV,"
+        " nor after two failures), else from the node's file."
     ),
     ev.LoadProgressed: "Progress of a load that is under way.",
     ev.LoadFinished: "The last layer has arrived; the role says which state follows.",

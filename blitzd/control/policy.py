@@ -55,6 +55,9 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Requests under way in a live pair."""
     mutate_after_load: Flag = 0
     """1: a decode load ends in MutatingToDecode, as in the ServerlessLLM baseline."""
+    weights_from_peers: Flag = 0
+    """1: replicas load from those that have the weights, in chains over UCX; 0: they map the
+    node's file."""
     restart_backoff_ms: Milliseconds = 500
     """Before the second restart in a row; doubles up to `restart_backoff_max_ms`."""
     restart_backoff_max_ms: Milliseconds = 30_000

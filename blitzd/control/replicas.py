@@ -1,6 +1,7 @@
 """Decisions about replicas: boot, worker life, loading."""
 
-from blitzd.control.commands import EndWorker, LoadModel, ResetWorker, SpawnWorker
+from blitzd.control import loads
+from blitzd.control.commands import EndWorker, ResetWorker, SpawnWorker
 from blitzd.control.resume import leave
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
@@ -103,6 +104,7 @@ def load_moved(turn: Turn, moved: ev.LoadMoved) -> None:
             moved.layers_total,
             moved.bytes_loaded,
             moved.bytes_total,
+            moved.source,
         )
     )
 
@@ -159,6 +161,7 @@ def tend(turn: Turn) -> None:
     # While draining only for the sake of what is still running.
     if node.phase != "running" and not (node.phase == "draining" and turn.state.requests):
         return
+    to_load = []
     for replica_id in sorted(turn.state.index.idle_workers):
         replica = turn.state.replicas[replica_id]
         if turn.mono_ns < replica.retry_ns:
@@ -167,5 +170,5 @@ def tend(turn: Turn) -> None:
             turn.emit(ev.WorkerSpawning(replica.id, replica.epoch + 1))
             turn.command(SpawnWorker(replica.id, replica.epoch))
         else:
-            turn.emit(ev.LoadStarted(replica.id, replica.epoch, replica.role, "host"))
-            turn.command(LoadModel(replica.id, replica.epoch))
+            to_load.append(replica)
+    loads.start(turn, to_load)

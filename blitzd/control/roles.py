@@ -105,7 +105,9 @@ def deactivate_requested(turn: Turn, wanted: ev.DeactivateRequested) -> None:
     replica = named(turn, "deactivate", wanted.replica)
     if replica is None or replica.state is S.INACTIVE:
         return
-    if replica.state is S.SHUTTING_NULL:
+    if replica.id in turn.state.feeding():
+        refuse(turn, "deactivate", replica.id, "another replica is getting its weights from it")
+    elif replica.state is S.SHUTTING_NULL:
         moves.deactivate(turn, replica, "plan")
     else:
         reason = f"it is {replica.state}; only an empty one gives up its weights: drain it first"
@@ -144,7 +146,7 @@ def live_pair_requested(turn: Turn, wanted: ev.LivePairRequested) -> None:
     else:
         pair_id, cap = turn.state.node.next_pair, turn.policy.pair_cap
         sides = (new.id, new.epoch, old.id, old.epoch)
-        turn.emit(ev.PairOpened(pair_id, *sides, cap, "host"))
+        turn.emit(ev.PairOpened(pair_id, *sides, cap, "map"))
         turn.command(LoadModel(new.id, new.epoch))
 
 
@@ -223,11 +225,14 @@ def _finish_mutation(turn: Turn, replica: Replica) -> None:
 
 def _retire(turn: Turn) -> None:
     """Those that were warm for nothing, the oldest first."""
-    while nulls := turn.state.index.nulls:
-        oldest = turn.state.replicas[next(iter(nulls))]
+    nulls = list(turn.state.index.nulls)
+    feeding = turn.state.feeding() if nulls else ()
+    for replica_id in nulls:
+        oldest = turn.state.replicas[replica_id]
         if turn.mono_ns < oldest.null_ns + turn.policy.null_ttl_ms * MS:
             return
-        moves.deactivate(turn, oldest, "ttl")
+        if replica_id not in feeding:
+            moves.deactivate(turn, oldest, "ttl")
 
 
 _FOLLOWS = {

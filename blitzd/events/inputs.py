@@ -69,7 +69,7 @@ class WorkerExited(Payload, frozen=True, array_like=True):
     reason: str
 
 
-@record_type(7, Kind.INPUT, Durability.LAZY)
+@record_type(7, Kind.INPUT, Durability.LAZY, schema_version=2)
 class LoadMoved(Payload, frozen=True, array_like=True):
     """How far a load has come."""
 
@@ -79,6 +79,8 @@ class LoadMoved(Payload, frozen=True, array_like=True):
     layers_total: int
     bytes_loaded: int
     bytes_total: int
+    source: str = ""
+    """Where the bytes come from now, as the worker says."""
 
 
 @record_type(8, Kind.INPUT)

@@ -55,17 +55,21 @@ class ReplicaRetired(Payload, frozen=True, array_like=True):
     replica: str
 
 
-@record_type(120, Kind.EVENT, Durability.ACK)
+@record_type(120, Kind.EVENT, Durability.ACK, schema_version=2)
 class LoadStarted(Payload, frozen=True, array_like=True):
-    """The worker was told to load the model for this role."""
+    """The worker was told to load the model for this role. Weights that come from a replica
+    reserve the link between the two until the load ends."""
 
     replica: str
     epoch: int
     role: str
     source: str
+    """A replica, or "map": the node's file."""
+    peers: tuple[tuple[str, int], ...] = ()
+    """(replica, epoch): the source, then whom to turn to when it fails."""
 
 
-@record_type(121, Kind.EVENT, Durability.LAZY)
+@record_type(121, Kind.EVENT, Durability.LAZY, schema_version=2)
 class LoadProgressed(Payload, frozen=True, array_like=True):
     """How many layers and bytes have arrived."""
 
@@ -75,6 +79,8 @@ class LoadProgressed(Payload, frozen=True, array_like=True):
     layers_total: int
     bytes_loaded: int
     bytes_total: int
+    source: str = ""
+    """Another one than the load began with, when that one failed."""
 
 
 @record_type(122, Kind.EVENT)

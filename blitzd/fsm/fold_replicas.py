@@ -109,7 +109,7 @@ def _(state: ClusterState, event: ev.LoadStarted, record: Record) -> None:
     replica = replica_of(state, event.replica, event.epoch)
     move(replica, f"load_{event.role}", record)
     forget_weights(replica)
-    replica.source = event.source
+    replica.source, replica.peers = event.source, event.peers
     state.touch("replica", replica.id)
 
 
@@ -118,6 +118,8 @@ def _(state: ClusterState, event: ev.LoadProgressed, record: Record) -> None:
     replica = replica_of(state, event.replica, event.epoch)
     replica.layers_ready, replica.layers_total = event.layers_ready, event.layers_total
     replica.bytes_loaded, replica.bytes_total = event.bytes_loaded, event.bytes_total
+    if replica.peers:
+        replica.source = event.source or replica.source
     state.touch("replica", replica.id)
 
 
@@ -130,6 +132,7 @@ def _(state: ClusterState, event: ev.LoadFinished, record: Record) -> None:
     replica.bytes_loaded = replica.bytes_total = event.bytes_total
     replica.block_tokens, replica.blocks_total = event.block_tokens, event.blocks_total
     replica.failures, replica.trouble = 0, ""
+    replica.peers, replica.peer_failures = (), 0
     state.touch("replica", replica.id)
 
 
@@ -138,6 +141,7 @@ def _(state: ClusterState, event: ev.LoadFailed, record: Record) -> None:
     replica = replica_of(state, event.replica, event.epoch)
     move(replica, "load_failed", record)
     replica.failures += 1
+    replica.peer_failures = replica.peer_failures + 1 if replica.peers else 0
     replica.trouble = event.reason
     replica.retry_ns = event.retry_ns
     forget_weights(replica)

@@ -45,6 +45,21 @@ def _weights(state: ClusterState) -> Iterator[str]:
             yield f"{replica.id} is {replica.state} with {ready} layers"
 
 
+def _feeds(state: ClusterState) -> Iterator[str]:
+    """Who loads from a replica does so from others than itself, in no circle."""
+    for replica in state.replicas.values():
+        if replica.peers and replica.state not in LOADING:
+            yield f"{replica.id} is {replica.state} and still loads from {replica.source}"
+        seen = {replica.id}
+        source = state.feeder(replica)
+        while source is not None:
+            if source.id in seen:
+                yield f"{replica.id} loads from {source.id} in a circle"
+                break
+            seen.add(source.id)
+            source = state.feeder(source)
+
+
 def _pairs(state: ClusterState) -> Iterator[str]:
     """3: old and new ones come in pairs, except a new one whose old has died."""
     for replica in state.replicas.values():
@@ -136,6 +151,7 @@ Check = Callable[[ClusterState], Iterator[str]]
 CHECKS: tuple[Check, ...] = (
     _guards,
     _weights,
+    _feeds,
     _pairs,
     _leases,
     _requests,

@@ -48,15 +48,22 @@ def link_key(source: str, target: str) -> str:
     return f"{source}>{target}"
 
 
-def links_json(leases: Iterable[Lease]) -> list[dict[str, Any]]:
-    """Links in use."""
+def links_json(
+    leases: Iterable[Lease], feeds: Iterable[tuple[str, str]]
+) -> list[dict[str, Any]]:
+    """Links in use; `feeds` are the (source, target) of weights."""
     using: dict[tuple[str, str], list[int]] = {}
     for lease in leases:
         using.setdefault((lease.source, lease.target), []).append(lease.id)
-    return [
+    kv = [
         {"source": source, "target": target, "carries": "kv", "leases": ids}
         for (source, target), ids in sorted(using.items())
     ]
+    weights = [
+        {"source": source, "target": target, "carries": "weights", "leases": []}
+        for source, target in sorted(feeds)
+    ]
+    return [*kv, *weights]
 
 
 def faulty_json(links: Iterable[Link]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from blitzd.fsm.index import Index
 from blitzd.fsm.link import Lease, Link, faulty_json, links_json
 from blitzd.fsm.plan import Plan
 from blitzd.fsm.request import RequestState
-from blitzd.fsm.table import ReplicaState
+from blitzd.fsm.table import LOADING, ReplicaState
 
 HASH_MODULUS = 1 << 256
 
@@ -78,6 +78,11 @@ class Replica(msgspec.Struct, omit_defaults=True, gc=False):
     """Why it failed last, until it serves again."""
     digest: str = ""
     source: str = ""
+    """Where its weights came from, or come from now: a replica, or what the worker says."""
+    peers: tuple[tuple[str, int], ...] = ()
+    """(replica, epoch) that a load may get its weights from, while it runs."""
+    peer_failures: int = 0
+    """Loads from peers that failed, in a row."""
     layers_ready: int = 0
     layers_total: int = 0
     bytes_loaded: int = 0
@@ -222,6 +227,24 @@ class ClusterState:
     def blocks_reserved(self, replica: str) -> int:
         return self.index.reserved[replica]
 
+    def feeder(self, replica: Replica) -> Replica | None:
+        """Who gives it the weights that it loads; None: nobody does, or not any more."""
+        source = self.replicas.get(replica.source)
+        fed = source is not None and (source.id, source.epoch) in replica.peers
+        return source if fed else None
+
+    def feeding(self) -> set[str]:
+        """Replicas that give their weights to one that loads."""
+        feeders = (self.feeder(replica) for replica in self.in_states(*LOADING))
+        return {source.id for source in feeders if source is not None}
+
+    def _feeds(self) -> list[tuple[str, str]]:
+        return [
+            (source.id, replica.id)
+            for replica in self.in_states(*LOADING)
+            if (source := self.feeder(replica))
+        ]
+
     def in_states(self, *states: ReplicaState, role: str = "") -> list[Replica]:
         """By id; with a role only those that have it."""
         found = [
@@ -309,7 +332,7 @@ class ClusterState:
                 "tokens": index.tokens[RequestState.QUEUED],
             },
             "requests": by_state,
-            "links": links_json(self.leases.values()),
+            "links": links_json(self.leases.values(), self._feeds()),
             "faulty_links": faulty_json(self.links.values()),
             "pairs": [
                 {"id": pair.id, "new": pair.new, "old": pair.old, "cap": pair.cap}

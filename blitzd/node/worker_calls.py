@@ -71,8 +71,8 @@ class WorkerCalls:
         self._reports = reports
         self._deadline_s = deadline_s
 
-    async def load(self, model_path: str, blocks_total: int) -> None:
-        request = pb.LoadModelRequest(model_path=model_path, blocks_total=blocks_total)
+    async def load(self, model_path: str, blocks_total: int, peers: list[pb.WeightPeer]) -> None:
+        request = pb.LoadModelRequest(model_path=model_path, blocks_total=blocks_total, peers=peers)
         last = pb.LoadProgress()
         reason = "the worker's load stream ended early"
         try:
@@ -94,6 +94,7 @@ class WorkerCalls:
             progress.layers_total,
             progress.bytes_loaded,
             progress.bytes_total,
+            progress.source,
         )
 
     def _load_ended(self, progress: pb.LoadProgress, reason: str) -> ev.LoadEnded:

@@ -323,7 +323,11 @@ class WorkerPool:
         worker = self._workers.get((command.replica, command.epoch))
         if worker is not None:
             path = str(self._config.model_dir)
-            worker.start(worker.calls.load(path, self._config.kv_blocks))
+            peers = [
+                pb.WeightPeer(replica_id=r, epoch=e, endpoint=str(self._socket(r, e)))
+                for r, e in command.peers
+            ]
+            worker.start(worker.calls.load(path, self._config.kv_blocks, peers))
 
     def _prefill(self, command: cmd.StartPrefill, live: LiveRequest | None) -> None:
         worker = self._workers.get((command.replica, command.epoch))

@@ -103,7 +103,7 @@ class VirtualWorkers:
                 if live is not None and live.runs(command.attempt):
                     self._run(command, self._decode, Job(live))
             case cmd.LoadModel():
-                self._run(command, self._load)
+                self._run(command, self._load, command.peers)
             case cmd.StartPrefill():
                 if live is not None and live.runs(command.attempt):
                     self._run(command, self._prefill, Job(live), command.hold)
@@ -214,16 +214,28 @@ class VirtualWorkers:
 
     # Commands.
 
-    async def _load(self, worker: VirtualWorker) -> None:
+    async def _load(self, worker: VirtualWorker, peers: tuple[tuple[str, int], ...]) -> None:
         on = (worker.replica, worker.epoch)
+        asked, source, reason = list(peers), "map", ""
         for layers in range(LAYERS):
             await self._pause(worker, 0.1)
-            moved = ev.LoadMoved(*on, layers, LAYERS, layers * 10, LAYERS * 10)
+            # A dead source is noticed, and the next one goes on.
+            while asked and not self._gives(*asked[0]):
+                asked.pop(0)
+            if peers and not asked:
+                reason = "no peer has the weights any more"
+                break
+            source = asked[0][0] if asked else "map"
+            moved = ev.LoadMoved(*on, layers, LAYERS, layers * 10, LAYERS * 10, source)
             await self._post(worker, moved)
-        failed = self._random.random() < self.faults.load_failure
-        reason = "digest differs" if failed else ""
-        ended = ev.LoadEnded(*on, "d", "map", LAYERS, LAYERS * 10, BLOCK_TOKENS, BLOCKS, reason)
+        if not reason and self._random.random() < self.faults.load_failure:
+            reason = "digest differs"
+        ended = ev.LoadEnded(*on, "d", source, LAYERS, LAYERS * 10, BLOCK_TOKENS, BLOCKS, reason)
         await self._post(worker, ended, certain=True)
+
+    def _gives(self, replica: str, epoch: int) -> bool:
+        source = self.workers.get((replica, epoch))
+        return source is not None and source.alive and not source.hung
 
     async def _prefill(self, worker: VirtualWorker, job: Job, hold: bool) -> None:
         worker.holdings[job.id] = -(-(job.prompt + job.sent + 1) // BLOCK_TOKENS)

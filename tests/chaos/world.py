@@ -133,7 +133,7 @@ class Scenario:
             autoscale=random.choice([0, 0, 1]),
         )
 
-    def policy(self) -> Policy:
+    def policy(self, seed: int) -> Policy:
         quick = {"scale_down_window_ms": 1000, "arrival_window_ms": 1000, "manual_hold_ms": 5000}
         return Policy(
             max_queued_requests=20,
@@ -141,12 +141,14 @@ class Scenario:
             lease_stall_ms=1000,
             drain_ms=20_000,
             autoscale=self.autoscale,
+            weights_from_peers=seed % 2,
             **quick if self.autoscale else {},
         )
 
 
 class World:
     def __init__(self, seed: int, verbose: bool = False) -> None:
+        self.seed = seed
         self.random = Random(seed)
         self.scenario = Scenario.draw(self.random)
         self.outcome = Outcome()
@@ -168,7 +170,7 @@ class World:
         with anyio.fail_after(VIRTUAL_LIMIT_S):
             async with anyio.create_task_group() as tasks, anyio.create_task_group() as virtual:
                 workers = VirtualWorkers(driver, virtual, self.random, scenario.faults)
-                policy = scenario.policy().pairs()
+                policy = scenario.policy(self.seed).pairs()
                 boot = ev.Booted(1, "test", "local", scenario.replicas, policy, CORE_VERSION)
                 tasks.start_soon(driver.run, workers, boot)
                 async with anyio.create_task_group() as life:

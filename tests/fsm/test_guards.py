@@ -108,11 +108,11 @@ def test_a_mutation_leaves_no_request_behind() -> None:
 def test_pairs_are_numbered_and_of_two() -> None:
     world = Harness().serving("prefill", "decode", "spare")
     next_pair = world.state.node.next_pair
-    later = ev.PairOpened(next_pair + 1, "r2", 1, "r0", 1, 4, "host")
+    later = ev.PairOpened(next_pair + 1, "r2", 1, "r0", 1, 4, "map")
     assert "out of order" in refused(world.state, later)
-    itself = ev.PairOpened(next_pair, "r2", 1, "r2", 1, 4, "host")
+    itself = ev.PairOpened(next_pair, "r2", 1, "r2", 1, 4, "map")
     assert "out of order" in refused(world.state, itself)
-    wrong_old = ev.PairOpened(next_pair, "r2", 1, "r1", 1, 4, "host")
+    wrong_old = ev.PairOpened(next_pair, "r2", 1, "r1", 1, 4, "map")
     assert "pair_old" in refused(world.state, wrong_old)
 
 

@@ -1,0 +1,125 @@
+"""Which device gives the weights to which: serial chains, as BlitzScale plans them.
+
+A chain S -> T1 -> T2 -> ... takes about as long as one transfer, however long it is, since
+every target forwards what arrives (its links are full duplex). The greedy, after the paper's
+section 5.1:
+
+1. Drop sources whose egress carries serving traffic (a prefill's KV leaves that way).
+2. Group targets by scale-up domain, fastest group first: within a domain one copy from the
+   network is enough, the rest is free beside it.
+3. Hang each group onto the end of the chain that brings it the weights fastest; among equals
+   one that ends in its domain, then in its leaf, then the shortest.
+
+Only the end of a chain has a free egress, so a link's direction is used once and every
+target has one source; what hangs onto an end that hangs there already makes no cycle.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from blitzd.control.topology import Topology
+
+
+class Chain(NamedTuple):
+    source: str
+    targets: tuple[str, ...]
+    """In the order in which the bytes pass them."""
+
+
+class _End(NamedTuple):
+    """Where a chain ends now. Sorts best first."""
+
+    slowness: int
+    """Minus the rate at which the weights come out here."""
+    hops: int
+    device: str
+
+
+class _Ends:
+    """Ends of chains by domain, by leaf and all together; used ones are skipped lazily."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._heaps: dict[tuple[str, str], list[_End]] = defaultdict(list)
+        self._used: set[str] = set()
+
+    def add(self, end: _End) -> None:
+        device = self._topology.devices[end.device]
+        for key in (("domain", device.domain), ("leaf", device.leaf), ("", "")):
+            heapq.heappush(self._heaps[key], end)
+
+    def take(self, group: Sequence[str]) -> _End | None:
+        """The best for these targets, which lie in one domain; it is no end any more."""
+        device = self._topology.devices[group[0]]
+        inside = self._best("domain", device.domain)
+        found = inside or self._best_across(device.leaf, device.rate)
+        if found is not None:
+            self._used.add(found.device)
+        return found
+
+    def _best_across(self, leaf: str, rate: int) -> _End | None:
+        near, anywhere = self._best("leaf", leaf), self._best("", "")
+        if near is None or anywhere is None:
+            return anywhere
+        # A slow end near by is no better than a fast one anywhere.
+        return near if min(-near.slowness, rate) >= min(-anywhere.slowness, rate) else anywhere
+
+    def _best(self, kind: str, name: str) -> _End | None:
+        heap = self._heaps.get((kind, name), [])
+        while heap and heap[0].device in self._used:
+            heapq.heappop(heap)
+        return heap[0] if heap else None
+
+
+def plan(
+    topology: Topology,
+    sources: Iterable[str],
+    targets: Collection[str],
+    busy_egress: Collection[str] = (),
+) -> list[Chain]:
+    """Chains that bring every target the weights once; none when no source is left.
+
+    `sources` hold the weights, or are the end of a chain that is under way, with a free
+    egress except for those in `busy_egress`, whose outbound link carries serving traffic.
+    """
+    ends = _Ends(topology)
+    for source in sources:
+        if source not in busy_egress:
+            ends.add(_End(-topology.devices[source].rate, 0, source))
+    chains: dict[str, list[str]] = {}
+    heads: dict[str, str] = {}
+    for group in _groups(topology, targets):
+        end = ends.take(group)
+        if end is None:
+            return []
+        head = heads.pop(end.device, end.device)
+        chains.setdefault(head, []).extend(group)
+        heads[group[-1]] = head
+        rate = min(-end.slowness, topology.rate(end.device, group[0]))
+        ends.add(_End(-rate, end.hops + len(group), group[-1]))
+    return [Chain(head, tuple(chain)) for head, chain in chains.items()]
+
+
+def _groups(topology: Topology, targets: Collection[str]) -> list[list[str]]:
+    """By domain, the greatest sum of rates first; within a group the fastest first."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for target in targets:
+        groups[topology.devices[target].domain].append(target)
+    for group in groups.values():
+        group.sort(key=lambda target: (-topology.devices[target].rate, target))
+    sums = {d: sum(topology.devices[t].rate for t in group) for d, group in groups.items()}
+    return [groups[domain] for domain in sorted(groups, key=lambda d: (-sums[d], d))]
+
+
+def arrivals(topology: Topology, chain: Chain, size: int, chunk: int) -> list[float]:
+    """Seconds until each target of the chain has all `size` bytes: those take as long as on
+    the slowest hop so far, and the last chunk is forwarded once more by each hop."""
+    times, slowest, delay = [], 0.0, 0.0
+    for source, target in zip((chain.source, *chain.targets), chain.targets, strict=False):
+        rate = topology.rate(source, target)
+        slowest = max(slowest, size / rate)
+        times.append(slowest + delay)
+        delay += min(chunk, size) / rate
+    return times

@@ -1,0 +1,152 @@
+"""The plan of a multicast: who gives whom, how long it takes, how fast it is made."""
+
+import time
+
+import pytest
+from hypothesis import given, strategies as st
+
+from blitzd.control.multicast import Chain, arrivals, plan
+from blitzd.control.topology import Device, Topology
+
+MIB = 1 << 20
+GB = 10**9
+
+
+def topology(rates: list[int], per_domain: int = 1, per_leaf: int = 4) -> Topology:
+    """Devices d000, d001, ..., so many a domain, so many domains a leaf."""
+    return Topology(
+        {
+            f"d{i:03}": Device(f"n{i // per_domain:04}", f"l{i // per_domain // per_leaf}", rate)
+            for i, rate in enumerate(rates)
+        },
+        scale_up_rate=200 * GB,
+    )
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> tuple[Topology, list[str], list[str], set[str]]:
+    count = draw(st.integers(1, 24))
+    rates = draw(st.lists(st.sampled_from([1, 5, 12, 25]), min_size=count, max_size=count))
+    shape = (draw(st.sampled_from([1, 2, 4, 8])), draw(st.integers(1, 4)))
+    made = topology([rate * GB for rate in rates], *shape)
+    roles = draw(st.lists(st.sampled_from("hho.t"), min_size=count, max_size=count))
+    names = sorted(made.devices)
+    holders = [n for n, role in zip(names, roles, strict=True) if role in "ho"]
+    targets = [n for n, role in zip(names, roles, strict=True) if role == "t"]
+    return made, holders, targets, {n for n, r in zip(names, roles, strict=True) if r == "o"}
+
+
+@given(clusters())
+def test_every_target_gets_the_weights_once_over_free_links(cluster) -> None:
+    made, holders, targets, busy = cluster
+    chains = plan(made, holders, targets, busy)
+    free = set(holders) - busy
+    reached = [target for chain in chains for target in chain.targets]
+    assert sorted(reached) == (sorted(targets) if free else [])
+    # Nobody gives to two, so that no link's direction is shared; a source is no target, so
+    # that there is no cycle; and none carries KV the same way.
+    hops = [pair for c in chains for pair in zip((c.source, *c.targets), c.targets, strict=False)]
+    givers = [giver for giver, _ in hops]
+    assert len(givers) == len(set(givers))
+    assert {chain.source for chain in chains} <= free
+    assert not busy & set(givers)
+
+
+@given(clusters(), st.sampled_from([64 * MIB, 16 << 30]))
+def test_no_plan_is_far_from_what_the_links_allow(cluster, size) -> None:
+    """The lower bound: no target gets the weights faster than its own link, nor all of them
+    faster than the fastest source (or one beside it, for domains without a source). The
+    planned time is that, and the chunks that each hop holds back."""
+    made, holders, targets, busy = cluster
+    chains = plan(made, holders, targets, busy)
+    if not chains:
+        return
+    best = max(made.devices[h].rate for h in holders if h not in busy)
+    sourced = {made.devices[h].domain for h in holders if h not in busy}
+    for chain in chains:
+        times = arrivals(made, chain, size, MIB)
+        assert times == sorted(times)
+        slowest_hop = min(
+            made.rate(*pair)
+            for pair in zip((chain.source, *chain.targets), chain.targets, strict=False)
+        )
+        held_back = len(chain.targets) * MIB / slowest_hop
+        for target, took in zip(chain.targets, times, strict=True):
+            inside = made.devices[target].domain in sourced
+            # One link into the domain is enough; the group's fastest is taken.
+            group = [t for t in targets if made.devices[t].domain == made.devices[target].domain]
+            own = max(made.devices[t].rate for t in group)
+            upstream = chain.targets[: chain.targets.index(target) + 1]
+            needed = (
+                min(made.devices[t].rate for t in upstream if made.devices[t].domain not in sourced)
+                if not inside
+                else 0
+            )
+            bound = size / (200 * GB) if inside else size / min(best, own)
+            assert took >= bound * 0.999
+            if not inside and needed >= own:
+                assert took <= size / min(best, own) + held_back
+
+
+def test_a_chain_takes_as_long_as_one_transfer_however_long_it_is() -> None:
+    made = topology([12 * GB] * 65)
+    names = sorted(made.devices)
+    [chain] = plan(made, names[:1], names[1:])
+    assert chain == Chain(names[0], tuple(names[1:]))
+    times = arrivals(made, chain, 16 << 30, MIB)
+    assert times[-1] / times[0] < 1.01
+    alone = arrivals(made, Chain(names[0], (names[1],)), 16 << 30, MIB)[0]
+    assert times[0] == alone == pytest.approx((16 << 30) / (12 * GB))
+
+
+def test_the_fastest_come_first_so_that_slow_ones_do_not_hold_them_up() -> None:
+    made = topology([25 * GB, 5 * GB, 25 * GB, 12 * GB])
+    [chain] = plan(made, ["d000"], ["d001", "d002", "d003"])
+    assert chain.targets == ("d002", "d003", "d001")
+
+
+def test_sources_in_two_leaves_serve_their_own() -> None:
+    made = topology([12 * GB] * 8, per_leaf=4)
+    chains = plan(made, ["d000", "d004"], [f"d{i:03}" for i in (1, 2, 3, 5, 6, 7)])
+    assert sorted(chains) == [
+        Chain("d000", ("d001", "d002", "d003")),
+        Chain("d004", ("d005", "d006", "d007")),
+    ]
+
+
+def test_a_neighbour_in_the_same_domain_is_better_than_any_network() -> None:
+    made = topology([12 * GB, 12 * GB, 400 * GB], per_domain=2)
+    [chain] = plan(made, ["d002", "d000"], ["d001"])
+    assert chain == Chain("d000", ("d001",))
+    assert arrivals(made, chain, 200 * GB, MIB) == [1.0]
+
+
+def test_a_domain_takes_the_weights_from_the_network_once() -> None:
+    made = topology([12 * GB] * 9, per_domain=1)
+    grouped = Topology(
+        {n: d._replace(domain="n8" if n != "d000" else "n0") for n, d in made.devices.items()},
+        made.scale_up_rate,
+    )
+    [chain] = plan(grouped, ["d000"], sorted(made.devices)[1:])
+    hops = zip((chain.source, *chain.targets), chain.targets, strict=False)
+    assert [grouped.rate(*hop) for hop in hops] == [12 * GB] + [200 * GB] * 7
+
+
+def test_a_prefill_that_emits_kv_gives_no_weights() -> None:
+    made = topology([12 * GB] * 3)
+    assert plan(made, ["d000"], ["d002"], busy_egress={"d000"}) == []
+    assert plan(made, ["d000", "d001"], ["d002"], {"d000"}) == [Chain("d001", ("d002",))]
+
+
+@pytest.mark.parametrize("holders", [1, 2000])
+def test_ten_thousand_replicas_on_1250_nodes_are_planned_within_50_ms(holders) -> None:
+    made = topology([12 * GB] * 10_000, per_domain=8, per_leaf=32)
+    names = list(made.devices)
+    took = []
+    for _ in range(5):
+        began = time.perf_counter()
+        chains = plan(made, names[:holders], names[holders:])
+        took.append(time.perf_counter() - began)
+    assert sum(len(chain.targets) for chain in chains) == 10_000 - holders
+    print(f"{holders} holders: {min(took) * 1e3:.1f} ms")
+    assert min(took) < 0.05
