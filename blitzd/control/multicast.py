@@ -40,15 +40,24 @@ class _End(NamedTuple):
 class _Ends:
     """Ends of chains by domain, by leaf and all together; used ones are skipped lazily."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, sources: Iterable[str]) -> None:
         self._topology = topology
         self._heaps: dict[tuple[str, str], list[_End]] = defaultdict(list)
         self._used: set[str] = set()
+        for source in sources:
+            end = _End(-topology.devices[source].rate, 0, source)
+            for heap in self._of(source):
+                heap.append(end)
+        for heap in self._heaps.values():
+            heapq.heapify(heap)
 
     def add(self, end: _End) -> None:
-        device = self._topology.devices[end.device]
-        for key in (("domain", device.domain), ("leaf", device.leaf), ("", "")):
-            heapq.heappush(self._heaps[key], end)
+        for heap in self._of(end.device):
+            heapq.heappush(heap, end)
+
+    def _of(self, name: str) -> tuple[list[_End], list[_End], list[_End]]:
+        device, heaps = self._topology.devices[name], self._heaps
+        return heaps["domain", device.domain], heaps["leaf", device.leaf], heaps["", ""]
 
     def take(self, group: Sequence[str]) -> _End | None:
         """The best for these targets, which lie in one domain; it is no end any more."""
@@ -84,10 +93,7 @@ def plan(
     `sources` hold the weights, or are the end of a chain that is under way, with a free
     egress except for those in `busy_egress`, whose outbound link carries serving traffic.
     """
-    ends = _Ends(topology)
-    for source in sources:
-        if source not in busy_egress:
-            ends.add(_End(-topology.devices[source].rate, 0, source))
+    ends = _Ends(topology, [source for source in sources if source not in busy_egress])
     chains: dict[str, list[str]] = {}
     heads: dict[str, str] = {}
     for group in _groups(topology, targets):
@@ -104,13 +110,12 @@ def plan(
 
 def _groups(topology: Topology, targets: Collection[str]) -> list[list[str]]:
     """By domain, the greatest sum of rates first; within a group the fastest first."""
-    groups: dict[str, list[str]] = defaultdict(list)
+    groups: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for target in targets:
-        groups[topology.devices[target].domain].append(target)
-    for group in groups.values():
-        group.sort(key=lambda target: (-topology.devices[target].rate, target))
-    sums = {d: sum(topology.devices[t].rate for t in group) for d, group in groups.items()}
-    return [groups[domain] for domain in sorted(groups, key=lambda d: (-sums[d], d))]
+        device = topology.devices[target]
+        groups[device.domain].append((-device.rate, target))
+    by_sum = sorted((sum(rate for rate, _ in group), d) for d, group in groups.items())
+    return [[target for _, target in sorted(groups[domain])] for _, domain in by_sum]
 
 
 def arrivals(topology: Topology, chain: Chain, size: int, chunk: int) -> list[float]:
