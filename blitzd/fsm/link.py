@@ -48,9 +48,7 @@ def link_key(source: str, target: str) -> str:
     return f"{source}>{target}"
 
 
-def links_json(
-    leases: Iterable[Lease], feeds: Iterable[tuple[str, str]]
-) -> list[dict[str, Any]]:
+def links_json(leases: Iterable[Lease], feeds: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
     """Links in use; `feeds` are the (source, target) of weights."""
     using: dict[tuple[str, str], list[int]] = {}
     for lease in leases:
