@@ -59,14 +59,16 @@ def scale(turn: Turn) -> None:
         "prefill": node.wanted_prefill - _count(turn, "prefill"),
         "decode": node.wanted_decode - _count(turn, "decode"),
     }
-    while missing["prefill"] < 0 < missing["decode"] and _mutate_one(turn):
-        missing["prefill"] += 1
-        missing["decode"] -= 1
+    both = min(-missing["prefill"], missing["decode"])
+    if both > 0:
+        mutated = _mutate(turn, both)
+        missing["prefill"] += mutated
+        missing["decode"] -= mutated
     for role in ("decode", "prefill"):
-        while missing[role] > 0 and _raise_one(turn, role):
-            missing[role] -= 1
-        while missing[role] < 0 and _lower_one(turn, role):
-            missing[role] += 1
+        if missing[role] > 0:
+            _raise(turn, role, missing[role])
+        elif missing[role] < 0:
+            _lower(turn, role, -missing[role])
 
 
 def _count(turn: Turn, role: str) -> int:
@@ -82,51 +84,46 @@ def _of_role(turn: Turn, role: str, *states: ReplicaState) -> list[Replica]:
     return [r for r in turn.state.in_states(*states, role=role) if not r.stands_in]
 
 
-def _idlest(turn: Turn, replicas: list[Replica]) -> Replica | None:
-    """An idle one if there is one, else the one with the fewest blocks reserved."""
-    return min(replicas, key=lambda r: (turn.state.blocks_reserved(r.id), r.id), default=None)
+def _idlest_first(turn: Turn, replicas: list[Replica]) -> list[Replica]:
+    """Those that are idle, then those with the fewest blocks reserved."""
+    return sorted(replicas, key=lambda r: (turn.state.blocks_reserved(r.id), r.id))
 
 
-def _mutate_one(turn: Turn) -> bool:
-    chosen = _idlest(turn, _of_role(turn, "prefill", S.PREFILL))
-    if chosen is None:
-        return False
-    turn.emit(ev.MutationStarted(chosen.id, chosen.epoch, "decode"))
-    return True
+# Each ranks once and takes from the front: thousands may come or go in one turn, and taking
+# one changes nothing about the order of the others.
+
+
+def _mutate(turn: Turn, count: int) -> int:
+    chosen = _idlest_first(turn, _of_role(turn, "prefill", S.PREFILL))[:count]
+    for replica in chosen:
+        turn.emit(ev.MutationStarted(replica.id, replica.epoch, "decode"))
+    return len(chosen)
 
 
 def _spare(turn: Turn, *states: ReplicaState) -> list[Replica]:
     return [r for r in turn.state.in_states(*states, role="spare") if not r.cordoned]
 
 
-def _raise_one(turn: Turn, role: str) -> bool:
+def _raise(turn: Turn, role: str, count: int) -> None:
+    """Those that still shut from the role, then warm ones, then ones without weights."""
     shutting = [r for r in _spare(turn, *SHUTTING) if r.null_role == role]
+    for replica in _idlest_first(turn, shutting)[:count]:
+        moves.revive(turn, replica)
+        count -= 1
+    # One that had the role before needs no change of its guard.
     nulls = _spare(turn, S.SHUTTING_NULL)
-    inactive = _spare(turn, S.INACTIVE)
-    if shutting:
-        revived = _idlest(turn, shutting)
-        assert revived is not None
-        moves.revive(turn, revived)
-    elif nulls:
-        # One that had the role before needs no change of its guard.
-        chosen = min(nulls, key=lambda r: (r.null_role != role, r.null_ns, r.id))
-        moves.reuse(turn, chosen, role)
-    elif inactive:
-        turn.emit(ev.RoleAssigned(inactive[0].id, role))
-    else:
-        return False
-    return True
+    for replica in sorted(nulls, key=lambda r: (r.null_role != role, r.null_ns, r.id))[:count]:
+        moves.reuse(turn, replica, role)
+        count -= 1
+    for replica in _spare(turn, S.INACTIVE)[:count]:
+        turn.emit(ev.RoleAssigned(replica.id, role))
 
 
-def _lower_one(turn: Turn, role: str) -> bool:
+def _lower(turn: Turn, role: str, count: int) -> None:
     """What serves nothing yet goes first, the farthest from it before others, then what is
     idle, then what has least to finish; never the last that serves."""
     pending = _of_role(turn, role, S.INACTIVE, S.FAILED, *STOPPABLE_LOADS)
-    if pending:
-        chosen = min(pending, key=lambda r: (r.state in STOPPABLE_LOADS, r.layers_ready, r.id))
-        return moves.lower(turn, chosen, "scale")
-    serving = _of_role(turn, role, SERVING_AS[role])
-    idlest = _idlest(turn, serving)
-    if idlest is None or len(serving) < 2:
-        return False
-    return moves.lower(turn, idlest, "scale")
+    pending.sort(key=lambda r: (r.state in STOPPABLE_LOADS, r.layers_ready, r.id))
+    serving = _idlest_first(turn, _of_role(turn, role, SERVING_AS[role]))
+    for replica in (*pending, *serving[:-1])[:count]:
+        moves.lower(turn, replica, "scale")

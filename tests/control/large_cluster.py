@@ -1,0 +1,42 @@
+"""A cluster of any size, folded from the events that would have built it."""
+
+from itertools import count
+
+from blitzd.control.core import CORE_VERSION, Core
+from blitzd.control.policy import Policy
+from blitzd.events import types as ev
+from blitzd.events.record import Payload, Record
+from blitzd.fsm import ClusterState, fold
+
+BLOCKS = 256
+PER_NODE = 8
+MS = 1_000_000
+
+
+def large(prefill: int, decode: int, spare: int, **policy: int) -> Core:
+    """All serve or are attached spares; the planner is on and has settled."""
+    state, seq = ClusterState(), count(1)
+
+    def emit(event: Payload) -> None:
+        fold(state, Record(next(seq), 0, 0, 0, event))
+
+    policy = {
+        "autoscale": 1,
+        "prefill_tokens_per_s": 1000,
+        "max_prefill": 1_000_000,
+        "max_decode": 1_000_000,
+        "max_queued_requests": 1_000_000,
+    } | policy
+    emit(ev.NodeStarted(1, "test", "local", Policy(**policy).pairs(), CORE_VERSION))
+    roles = ["prefill"] * prefill + ["decode"] * decode + ["spare"] * spare
+    for number, role in enumerate(roles):
+        name = f"r{number}"
+        emit(ev.ReplicaRegistered(name, f"n{number // PER_NODE}", role))
+        emit(ev.WorkerSpawning(name, 1))
+        emit(ev.WorkerAttached(name, 1, 1000 + number))
+        if role != "spare":
+            emit(ev.LoadStarted(name, 1, role, "host"))
+            emit(ev.LoadFinished(name, 1, "d", "map", 30, 1000, 64, BLOCKS))
+        if role == "decode":
+            emit(ev.DecodeOpened(name, 1))
+    return Core(state)
