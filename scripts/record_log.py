@@ -178,6 +178,8 @@ def restarts() -> list[Record]:
     world.load("r2")
     world.feed(ev.RemoveRequested("r1"))
     world.feed(ev.RestartRequested("r9", 0))
+    world.feed(ev.RollingRestartRequested(1000))
+    world.feed(ev.RollingRestartStopRequested())
     return world.log
 
 

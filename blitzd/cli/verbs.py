@@ -61,6 +61,7 @@ def restart(
     replica: str = "",
     *,
     all: Annotated[bool, Parameter(negative="")] = False,
+    stop: Annotated[bool, Parameter(negative="")] = False,
     deadline: Deadline = None,
     wait: Wait = False,
     timeout: Timeout = 1200.0,
@@ -74,10 +75,14 @@ def restart(
         Its id, as `blitzd status` shows it.
     all
         Every replica, one of each role at a time.
+    stop
+        Of a restart of all: begin with no other.
     """
-    if bool(replica) == all:
-        print("blitzd restart: name a replica, or give --all", file=sys.stderr)
+    if [bool(replica), all, stop].count(True) != 1:
+        print("blitzd restart: name a replica, or give --all or --stop", file=sys.stderr)
         return 2
+    if stop:
+        return _do("/admin/restart", {"stop": True}, where, None)
     until = rolled() if all else restarted(replica)
     path = "/admin/restart" if all else f"{_one(replica)}/restart"
     return _do(path, _body(deadline), where, (until, timeout) if wait else None)

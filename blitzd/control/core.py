@@ -79,6 +79,7 @@ HANDLERS: dict[type[Payload], Callable[[Turn, Any], None]] = {
     ev.ReleaseRequested: planner.release_requested,
     ev.RestartRequested: restarts.restart_requested,
     ev.RollingRestartRequested: restarts.rolling_restart_requested,
+    ev.RollingRestartStopRequested: restarts.rolling_restart_stop_requested,
     ev.PolicyRequested: roles.policy_requested,
 }
 

@@ -52,6 +52,12 @@ def rolling_restart_requested(turn: Turn, wanted: ev.RollingRestartRequested) ->
     turn.emit(ev.RollingRestartStarted(epochs, wanted.drain_ms or turn.policy.drain_ms))
 
 
+def rolling_restart_stop_requested(turn: Turn, _: ev.RollingRestartStopRequested) -> None:
+    """Those that restart go on; no other follows."""
+    if turn.state.node.rolling:
+        turn.emit(ev.RollingRestartEnded("called off"))
+
+
 def advance(turn: Turn) -> None:
     """Takes every restart, and all that stand in for one, as far as they can go now."""
     if turn.state.node.phase != "running":
@@ -62,8 +68,20 @@ def advance(turn: Turn) -> None:
         if replica.restart_epoch:
             _restart(turn, replica)
         if replica.stands_in and not _restarts(turn, replica.stands_in):
-            turn.emit(ev.StandInReleased(replica.id))
-            moves.lower(turn, replica, "stand-in")
+            _release(turn, replica)
+
+
+def _release(turn: Turn, stand_in: Replica) -> None:
+    """It goes, unless the one that it stood in for is drained now, or did not come back."""
+    turn.emit(ev.StandInReleased(stand_in.id))
+    if _served_by_another(turn, stand_in):
+        moves.lower(turn, stand_in, "stand-in")
+
+
+def _served_by_another(turn: Turn, replica: Replica) -> bool:
+    does = DOES.get(replica.role, ())
+    others = turn.state.in_states(*does)
+    return any(other is not replica and not other.restart_epoch for other in others)
 
 
 def _restarts(turn: Turn, replica_id: str) -> bool:
@@ -103,12 +121,11 @@ def _await_return(turn: Turn, replica: Replica) -> None:
 
 def _covered(turn: Turn, replica: Replica) -> bool:
     """Whether it may go: another has its role, or nobody can take it in good time."""
-    does = DOES[replica.role]
-    others = [r for r in turn.state.replicas.values() if r is not replica]
-    if any(r.state in does and not r.restart_epoch for r in others):
+    if _served_by_another(turn, replica):
         return True
     if turn.mono_ns >= replica.restart_ns + replica.restart_drain_ms * MS:
         return True
+    others = [r for r in turn.state.replicas.values() if r is not replica]
     if any(r.stands_in == replica.id for r in others):
         return False
     stand_in = _spare_for(others, replica.role)
@@ -121,7 +138,7 @@ def _covered(turn: Turn, replica: Replica) -> bool:
     else:
         turn.emit(ev.RoleAssigned(stand_in.id, replica.role))
     turn.emit(ev.StandInCalled(stand_in.id, replica.id))
-    return stand_in.state in does
+    return stand_in.state in DOES[replica.role]
 
 
 def _spare_for(others: list[Replica], role: str) -> Replica | None:

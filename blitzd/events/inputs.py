@@ -266,6 +266,11 @@ class PolicyRequested(Payload, frozen=True, array_like=True):
     values: tuple[tuple[str, int], ...]
 
 
+@record_type(29, Kind.INPUT, Durability.ACK)
+class RollingRestartStopRequested(Payload, frozen=True, array_like=True):
+    """An operator wants no more workers replaced than those that are being."""
+
+
 @record_type(28, Kind.INPUT, Durability.ACK)
 class RemoveRequested(Payload, frozen=True, array_like=True):
     """An operator wants one replica less of this one's role, and this one to go."""

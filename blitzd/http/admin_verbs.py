@@ -28,6 +28,7 @@ from blitzd.node.face import (
     Remove,
     Restart,
     Scale,
+    StopRestarts,
     Undrain,
 )
 
@@ -76,8 +77,12 @@ class AdminVerbs:
         return await self._do(Restart(request.match_info["replica"], _deadline(body)))
 
     async def restart_all(self, request: web.Request) -> web.Response:
-        body = await self._body(request, "deadline_s")
-        return await self._do(Restart("", _deadline(body)))
+        body = await self._body(request, "deadline_s", "stop")
+        if "stop" not in body:
+            return await self._do(Restart("", _deadline(body)))
+        if body != {"stop": True}:
+            raise bad_request(f"stop is {shown(body['stop'])}; accepted: true, alone", param="stop")
+        return await self._do(StopRestarts())
 
     async def mutate(self, request: web.Request) -> web.Response:
         body = await self._body(request, "role")

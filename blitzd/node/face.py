@@ -21,6 +21,7 @@ from blitzd.node.operator import (
     Remove,
     Restart,
     Scale,
+    StopRestarts,
     Undrain,
 )
 
@@ -48,6 +49,7 @@ __all__ = [
     "RequestRefused",
     "Restart",
     "Scale",
+    "StopRestarts",
     "TokenLogprobs",
     "Undrain",
 ]

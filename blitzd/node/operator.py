@@ -24,6 +24,7 @@ __all__ = [
     "Remove",
     "Restart",
     "Scale",
+    "StopRestarts",
     "Undrain",
     "input_of",
 ]
@@ -52,6 +53,11 @@ class Restart:
 
     replica: str = ""
     deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StopRestarts:
+    """Of a restart of all: no other begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,16 @@ class Release:
 
 
 OperatorCommand = (
-    Drain | Undrain | Restart | Mutate | Deactivate | Scale | Remove | ChangePolicy | Release
+    Drain
+    | Undrain
+    | Restart
+    | StopRestarts
+    | Mutate
+    | Deactivate
+    | Scale
+    | Remove
+    | ChangePolicy
+    | Release
 )
 
 
@@ -118,6 +133,7 @@ _INPUTS: dict[type, Callable[[Any, int], Payload]] = {
     Drain: _drain,
     Undrain: lambda command, _: ev.UndrainRequested(command.replica),
     Restart: _restart,
+    StopRestarts: lambda command, _: ev.RollingRestartStopRequested(),
     Mutate: lambda command, _: ev.RoleRequested(command.replica, command.role),
     Deactivate: lambda command, _: ev.DeactivateRequested(command.replica),
     Scale: lambda command, _: ev.ScaleRequested(command.prefill, command.decode),

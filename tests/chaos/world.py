@@ -283,6 +283,7 @@ class World:
                     ev.RemoveRequested(chosen),
                     ev.RestartRequested(chosen, random.choice([0, 1, 1000])),
                     ev.RollingRestartRequested(random.choice([0, 3000])),
+                    ev.RollingRestartStopRequested(),
                     ev.PolicyRequested((("null_ttl_ms", random.choice([0, 500, 30_000])),)),
                 ]
             )

@@ -157,6 +157,12 @@ def test_a_rolling_restart_waits_for_all(node: OperatedNode, server: Served) -> 
     assert {r.epoch for r in node.world.state.replicas.values()} == {2}
 
 
+def test_a_restart_of_all_can_be_stopped(node: OperatedNode, server: Served) -> None:
+    assert verbs.restart(all=True, where=at(server)) == 0
+    assert verbs.restart(stop=True, where=at(server)) == 0
+    assert not node.world.state.node.rolling
+
+
 def test_scale_keeps_the_role_that_is_not_named(
     node: OperatedNode, server: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,7 +204,7 @@ def test_the_policy_is_shown_and_changed(
         (lambda where: verbs.policy("drain_ns=1", where=where), "did you mean drain_ms?", 2),
         (lambda where: verbs.policy("drain_ms", where=where), "accepted: name=integer", 2),
         (lambda where: verbs.scale(where=where), "--prefill and --decode, --remove or --auto", 2),
-        (lambda where: verbs.restart("r0", all=True, where=where), "or give --all", 2),
+        (lambda where: verbs.restart("r0", all=True, where=where), "or give --all or --stop", 2),
         (lambda where: verbs.restart(where=where), "name a replica", 2),
         (lambda where: verbs.drain("../x", where=where), "no replica", 1),
     ],

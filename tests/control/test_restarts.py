@@ -167,6 +167,28 @@ def test_a_stand_in_that_its_operator_wants_there_stays() -> None:
     assert world.replica("r2").state is world.replica("r1").state is ReplicaState.DECODE
 
 
+def test_a_stand_in_stays_when_the_other_does_not_come_back() -> None:
+    world = Harness(drain_ms=1000, restart_limit_ms=5000).serving("prefill", "decode", "spare")
+    world.feed(ev.RestartRequested("r1", 0))
+    world.load("r2")
+    exits(world, "r1")
+    only(world.after(ms=7000), ev.StandInReleased)
+    world.after(ms=50)
+    assert world.replica("r2").state is ReplicaState.DECODE
+
+
+def test_a_stand_in_stays_when_the_other_is_drained_meanwhile() -> None:
+    world = Harness().serving("prefill", "decode", "spare")
+    world.feed(ev.RestartRequested("r1", 0))
+    world.load("r2")
+    world.feed(ev.DrainRequested("r1", 0))
+    comes_back(world, "r1")
+    world.after(ms=50)
+    states = [world.replica(r).state for r in ("r1", "r2")]
+    assert states == [ReplicaState.INACTIVE, ReplicaState.DECODE]
+    assert not world.replica("r2").stands_in
+
+
 def test_scaling_neither_replaces_one_that_restarts_nor_counts_its_stand_in() -> None:
     world = Harness().serving("prefill", "decode", "spare", "spare")
     world.feed(ev.ScaleRequested(1, 1))
@@ -348,6 +370,19 @@ def test_undrain_takes_one_out_of_a_rolling_restart() -> None:
     world.feed(ev.UndrainRequested("r2"))
     assert sorted(roll(world)) == ["r0", "r1", "r2", "r3"]
     assert [r.epoch for r in world.state.replicas.values()] == [2, 2, 1, 2]
+
+
+def test_a_rolling_restart_that_is_called_off_ends_what_it_began_and_no_more() -> None:
+    world = Harness().serving("prefill", "prefill", "decode", "decode")
+    world.feed(ev.RollingRestartRequested(0))
+    ended = only(world.feed(ev.RollingRestartStopRequested()), ev.RollingRestartEnded)
+    assert ended.reason == "called off"
+    assert world.feed(ev.RollingRestartStopRequested()) == []
+    for replica_id in ("r0", "r2"):
+        comes_back(world, replica_id)
+    world.after(ms=50)
+    assert [r.epoch for r in world.state.replicas.values()] == [2, 1, 2, 1]
+    assert not any(r.restart_epoch for r in world.state.replicas.values())
 
 
 def test_nothing_restarts_any_more_once_the_node_drains() -> None:

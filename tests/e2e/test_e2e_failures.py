@@ -126,6 +126,7 @@ def test_sigterm_finishes_what_runs_and_leaves_no_process(fresh: Daemon) -> None
 
 
 def test_a_second_daemon_on_the_same_state_is_refused_by_name(fresh: Daemon) -> None:
+    """B.1 #12: two controllers of one thing disagree, and it flaps."""
     fresh.start().ready()
     assert fresh.process is not None
     second = Daemon(fresh.state_dir)

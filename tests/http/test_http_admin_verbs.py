@@ -18,6 +18,7 @@ from blitzd.node.face import (
     Remove,
     Restart,
     Scale,
+    StopRestarts,
     Undrain,
 )
 from tests.http.scripted_node import ScriptedNode
@@ -43,6 +44,7 @@ def post(node: ScriptedNode, path: str, body: Any = None, **headers: str) -> Ans
         ("/admin/replicas/d0/restart", {"deadline_s": 30}, Restart("d0", 30.0)),
         ("/admin/restart", {}, Restart()),
         ("/admin/restart", {"deadline_s": 30}, Restart("", 30.0)),
+        ("/admin/restart", {"stop": True}, StopRestarts()),
         ("/admin/replicas/p0/mutate", {"role": "decode"}, Mutate("p0", "decode")),
         ("/admin/replicas/p0/deactivate", {}, Deactivate("p0")),
         ("/admin/scale", {"prefill": 1, "decode": 3}, Scale(1, 3)),
@@ -72,6 +74,7 @@ def test_a_command_reaches_the_node_and_its_events_come_back(
         ("/admin/replicas/p0/drain", {"deadline_s": 1e9}, "deadline_s", "to 604800"),
         ("/admin/replicas/p0/drain", {"deadline_s": True}, "deadline_s", "seconds from 0"),
         ("/admin/replicas/p0/restart", {"deadline_s": "3"}, "deadline_s", "seconds from 0"),
+        ("/admin/restart", {"stop": 1, "deadline_s": 3}, "stop", "true, alone"),
         ("/admin/replicas/p0/undrain", {"deadline_s": 3}, "deadline_s", "unknown parameter"),
         ("/admin/replicas/p0/mutate", {}, "role", "missing"),
         ("/admin/replicas/p0/mutate", {"role": "juggler"}, "role", "prefill, decode, colocated"),
