@@ -40,7 +40,9 @@ def shut(turn: Turn, replica: Replica, reason: str, deadline_ns: int = 0) -> Non
 
 
 def revive(turn: Turn, replica: Replica) -> None:
-    turn.emit(ev.ReplicaRevived(replica.id, replica.epoch, replica.null_role))
+    role = replica.null_role
+    trigger = "revive_colocated" if role == "colocated" else "revive"
+    turn.emit(ev.ReplicaRevived(replica.id, replica.epoch, role, trigger))
     _open_decode(turn, replica)
 
 

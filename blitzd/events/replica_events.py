@@ -175,13 +175,15 @@ class ShutdownStarted(Payload, frozen=True, array_like=True):
     deadline_ns: int
 
 
-@record_type(131, Kind.EVENT, Durability.ACK)
+@record_type(131, Kind.EVENT, Durability.ACK, schema_version=2)
 class ReplicaRevived(Payload, frozen=True, array_like=True):
     """A replica that was shutting serves again."""
 
     replica: str
     epoch: int
     role: str
+    trigger: str = "revive"
+    """The table's: revive or revive_colocated."""
 
 
 @record_type(132, Kind.EVENT, Durability.ACK)

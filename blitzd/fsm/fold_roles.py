@@ -41,7 +41,7 @@ _ROLE_OF = {
 @folds(ev.ReplicaRevived)
 def _(state: ClusterState, event: ev.ReplicaRevived, record: Record) -> None:
     replica = replica_of(state, event.replica, event.epoch)
-    move(replica, "revive", record)
+    move(replica, event.trigger, record)
     replica.role, replica.drain_deadline_ns, replica.cordoned = event.role, 0, 0
     state.touch("replica", replica.id)
 

@@ -113,6 +113,7 @@ ROWS: tuple[Row, ...] = (
     Row(0, "load_colocated", S.INACTIVE, S.LOADING_PREFILL),
     Row(0, "loaded_colocated", S.LOADING_PREFILL, S.COLOCATED),
     Row(0, "shut", S.COLOCATED, S.SHUTTING_DECODE),
+    Row(0, "revive_colocated", S.SHUTTING_DECODE, S.COLOCATED),
     Row(0, "reuse_colocated", S.SHUTTING_NULL, S.COLOCATED),
     Row(0, "load_failed", S.LOADING_PREFILL, S.INACTIVE),
     Row(0, "load_failed", S.LOADING_DECODE, S.INACTIVE),

@@ -81,6 +81,16 @@ def test_what_serves_nothing_yet_can_be_drained(state: str) -> None:
     assert victim.role == "decode"
 
 
+def test_a_colocated_replica_that_is_brought_back_does_both_again() -> None:
+    world = Harness().serving("colocated", "colocated")
+    world.arrive(1)
+    busy = world.state.requests[1].source
+    world.feed(ev.DrainRequested(busy, 0))
+    assert world.replica(busy).state is ReplicaState.SHUTTING_DECODE
+    world.feed(ev.UndrainRequested(busy))
+    assert world.replica(busy).state is ReplicaState.COLOCATED
+
+
 def test_the_others_do_not_notice_a_drain() -> None:
     """B.1 #2: scaling down one worker shut the whole deployment."""
     world = decoding("prefill", "decode", "decode", "decode", requests=3)
