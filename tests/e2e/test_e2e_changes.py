@@ -63,7 +63,7 @@ def change_everything(daemon: Daemon) -> None:
 def test_no_change_of_replicas_loses_or_alters_a_stream(changing: Daemon) -> None:
     """B.1 #1: a scale-down aborted what was in flight. Zero failed, all tokens, drain times
     in the log; and so for changes of role and a rolling restart."""
-    with Streams(changing, clients=8, tokens=32) as streams:
+    with Streams(changing, clients=8, tokens=24) as streams:
         change_everything(changing)
     streams.check()
     took = drain_times_ms(changing)
