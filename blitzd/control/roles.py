@@ -166,10 +166,11 @@ def pair_drained(turn: Turn, drained: ev.PairDrained) -> None:
 def expire(turn: Turn) -> None:
     """Empties replicas whose drain has taken too long. What is on them goes on elsewhere if
     there is, or will be, somewhere else."""
-    for replica in turn.state.in_states(*SHUTTING):
+    for replica in turn.state.in_states(*SHUTTING, S.AUS_PREFILL, S.MUTATING_TO_DECODE):
         if not replica.drain_deadline_ns or turn.mono_ns < replica.drain_deadline_ns:
             continue
-        if _others_serve(turn, replica):
+        # One that restarts comes back itself.
+        if replica.restart_epoch or _others_serve(turn, replica):
             leave(turn, replica, "drain_deadline", "its drain took too long")
             continue
         reason = f"replica {replica.id} was drained and its deadline has passed"

@@ -120,7 +120,7 @@ _SERVES_NOTHING_NEW = (
 def _(state: ClusterState, event: ev.MutationStarted, record: Record) -> None:
     replica = replica_of(state, event.replica, event.epoch)
     move(replica, "mutate", record)
-    replica.role, replica.stands_in = event.role, ""
+    replica.role, replica.stands_in, replica.drain_deadline_ns = event.role, "", 0
     state.touch("replica", replica.id)
 
 

@@ -89,12 +89,36 @@ def test_a_restart_is_idempotent_and_visible_while_it_lasts() -> None:
     assert not world.state.to_json()["replicas"][1]["restarting"]
 
 
-def test_a_restart_goes_on_when_its_deadline_has_passed() -> None:
-    world = decoding("prefill", "decode", "decode")
+def test_at_its_deadline_a_restart_goes_on_and_what_ran_is_resumed() -> None:
+    world = decoding("prefill", "decode")
     world.feed(ev.RestartRequested("r1", 100))
-    world.after(ms=100)
+    resumed = only(world.after(ms=100), ev.RequestResumed)
+    assert resumed.cause == "drain_deadline"
     assert world.replica("r1").worker == "stopping"
-    assert not world.state.requests_on("r1")
+    world.first_token(1)
+    comes_back(world, "r1")
+    assert world.state.requests[1].target == "r1"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_restart_in_the_middle_of_a_change_of_role_has_its_deadline(role: str) -> None:
+    world = decoding("prefill", "prefill", "decode", "decode")
+    if role == "prefill":
+        chosen = world.state.requests[1].target
+    else:
+        world.arrive(2)
+        chosen = world.state.requests[2].source
+    world.feed(ev.RoleRequested(chosen, role))
+    assert world.replica(chosen).state in (
+        ReplicaState.AUS_PREFILL,
+        ReplicaState.MUTATING_TO_DECODE,
+    )
+    world.feed(ev.RestartRequested(chosen, 100))
+    only(world.after(ms=100), ev.RequestResumed)
+    world.after(ms=50)
+    assert world.replica(chosen).worker == "stopping"
+    comes_back(world, chosen)
+    assert world.replica(chosen).role == role
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "colocated"])
