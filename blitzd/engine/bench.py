@@ -128,7 +128,7 @@ def measure(directory: Path, plan: BenchPlan, options: ReplicaOptions, name: str
     torch.set_num_threads(options.threads)
     arena = Arena.open(directory, options.weights)
     plan.check(arena.config.context_tokens)
-    bench = _Bench(directory, arena, plan, options)
+    bench = StepBench(directory, arena, plan, options)
     prompts: dict[int, list[int]] = {tokens: [] for tokens in plan.prompts}
     timed: dict[tuple[int, int], list[int]] = {
         (batch, context): [] for batch in plan.batches for context in plan.contexts
@@ -162,7 +162,9 @@ def _point(batch: int, tokens: int, made: int, times: list[int]) -> Point:
     return Point(batch, tokens, made, round(statistics.median(times)), min(times))
 
 
-class _Bench:
+class StepBench:
+    """One replica's stepper, without a loop around it."""
+
     def __init__(
         self, directory: Path, arena: Arena, plan: BenchPlan, options: ReplicaOptions
     ) -> None:

@@ -28,14 +28,14 @@ def test_every_point_is_measured_at_its_size(
     model: Path, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[tuple[int, int]] = []
-    one = bench._Bench._step
+    one = bench.StepBench._step
 
-    def seen(self: bench._Bench, tokens: int) -> int:
+    def seen(self: bench.StepBench, tokens: int) -> int:
         took = one(self, tokens)
         steps.append((tokens, self._stepper.occupancy.running))
         return took
 
-    monkeypatch.setattr(bench._Bench, "_step", seen)
+    monkeypatch.setattr(bench.StepBench, "_step", seen)
     measured = measure(model, PLAN, ReplicaOptions(weights=weights))
     assert [(point.batch, point.tokens, point.made) for point in measured.decode] == [
         (1, 4, 1), (1, 72, 1), (3, 12, 3), (3, 216, 3)
@@ -52,7 +52,7 @@ def test_every_point_is_measured_at_its_size(
 def test_nothing_is_left_in_the_cache_between_points(model: Path) -> None:
     """The largest point needs all the blocks that there are."""
     arena = bench.Arena.open(model)
-    one = bench._Bench(model, arena, PLAN, ReplicaOptions())
+    one = bench.StepBench(model, arena, PLAN, ReplicaOptions())
     for _ in range(3):
         one.prefill(90)
         assert len(one.decode(3, 70)) == PLAN.steps
@@ -88,15 +88,15 @@ def test_the_simulator_finds_the_coefficients_in_the_profile(
     """Steps that take what three coefficients say are fitted with those: tokens, contexts and
     batches stand where the loader looks for them."""
 
-    def prefill(self: bench._Bench, tokens: int) -> int:
+    def prefill(self: bench.StepBench, tokens: int) -> int:
         return 900_000 + 13_000 * tokens + 2 * tokens**2
 
-    def decode(self: bench._Bench, batch: int, context: int) -> list[int]:
+    def decode(self: bench.StepBench, batch: int, context: int) -> list[int]:
         times = [500_000 + 9_000 * batch + 40 * batch * (context + n) for n in (1, 2, 3)]
         return times[::-1]
 
-    monkeypatch.setattr(bench._Bench, "prefill", prefill)
-    monkeypatch.setattr(bench._Bench, "decode", decode)
+    monkeypatch.setattr(bench.StepBench, "prefill", prefill)
+    monkeypatch.setattr(bench.StepBench, "decode", decode)
     out = tmp_path / "profile.json"
     profile = measure(model, PLAN, ReplicaOptions(), "tiny").profile()
     out.write_text(json.dumps(profile))
