@@ -22,7 +22,9 @@ pytestmark = pytest.mark.skipif(bool(why := missing()), reason=why or "-")
 SERVICE = "blitzd.service"
 TOML = """
 [node]
-spawn = "systemd"
+spawn = "{spawn}"
+[fabric]
+same_node = "{same_node}"
 [model]
 name = "/opt/blitzd/tiny.gguf"
 [engine]
@@ -32,19 +34,25 @@ pace_layer_ms = 10
 port = {port}
 [admin]
 port = {admin_port}
-[limits]
-hang_deadline_s = 2
 """
 
 
 class Service:
-    def __init__(self) -> None:
+    def __init__(self, spawn: str = "systemd", same_node: str = "map") -> None:
         self.port, self.admin_port = free_port(), free_port()
-        toml = TOML.format(port=self.port, admin_port=self.admin_port)
+        toml = TOML.format(
+            port=self.port, admin_port=self.admin_port, spawn=spawn, same_node=same_node
+        )
         quick = "WatchdogSec=4\nTimeoutAbortSec=1\n"
         self.manager = Manager(toml, {SERVICE: quick})
         model = self.manager.base / "files/opt/blitzd/tiny.gguf"
         tiny_gguf(model, numbers={"context_length": 2048})
+
+    def start(self) -> None:
+        self.manager.start()
+        done = self.manager.systemctl("start", SERVICE)
+        assert done.returncode == 0, done.stderr + self.manager.log
+        self.ready()
 
     def get(self, url: str, body: dict[str, Any] | None = None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
@@ -72,10 +80,10 @@ class Service:
         state = json.loads(self.get(f"http://127.0.0.1:{self.admin_port}/admin/state"))
         return {replica["id"]: replica for replica in state["replicas"]}
 
-    def lost(self) -> list[dict[str, Any]]:
+    def events(self, kind: str) -> list[dict[str, Any]]:
         url = f"http://127.0.0.1:{self.admin_port}/admin/events?since=0&limit=100000"
         records = [json.loads(line) for line in self.get(url).splitlines()]
-        return [record["payload"] for record in records if record["type"] == "WorkerLost"]
+        return [record["payload"] for record in records if record["type"] == kind]
 
     def units(self) -> set[str]:
         listed = self.manager.systemctl("list-units", "--plain", "--no-legend", "blitzd-worker@*")
@@ -93,10 +101,7 @@ class Service:
 def service() -> Iterator[Service]:
     one = Service()
     try:
-        one.manager.start()
-        done = one.manager.systemctl("start", SERVICE)
-        assert done.returncode == 0, done.stderr + one.manager.log
-        one.ready()
+        one.start()
         yield one
     finally:
         one.manager.close()
@@ -105,7 +110,8 @@ def service() -> Iterator[Service]:
 def test_it_serves_as_its_own_user_with_a_unit_for_each_worker(service: Service) -> None:
     assert len(service.complete(4)["choices"]) == 1
     status = "1 prefill, 1 decode, 1 spare; 0 requests"
-    wait_for("status", lambda: service.manager.show(SERVICE, "StatusText") == status)
+    wait_for("status", lambda: service.manager.show(SERVICE, "StatusText").startswith(status))
+    assert not service.events("WorkerLost")
     replicas = service.replicas()
     assert service.units() == {f"blitzd-worker@{i}-1.service" for i in replicas}
     for replica in replicas.values():
@@ -121,16 +127,16 @@ def test_it_serves_as_its_own_user_with_a_unit_for_each_worker(service: Service)
 
 @pytest.mark.parametrize(
     ("signal", "reason"),
-    [("KILL", "killed by SIGKILL"), ("STOP", "killed by SIGKILL (silent for 2 s")],
+    [("KILL", "killed by SIGKILL"), ("STOP", "killed by SIGKILL (silent for 5 s")],
 )
 def test_a_lost_worker_is_a_new_unit_with_the_reason_in_the_log(
     service: Service, signal: str, reason: str
 ) -> None:
     victim = service.replicas()["r1"]
-    before = len(service.lost())
+    before = len(service.events("WorkerLost"))
     service.signal(signal, victim["pid"])
-    wait_for("the loss", lambda: len(service.lost()) > before)
-    lost = service.lost()[-1]
+    wait_for("the loss", lambda: len(service.events("WorkerLost")) > before)
+    lost = service.events("WorkerLost")[-1]
     assert (lost["replica"], lost["epoch"]) == ("r1", victim["epoch"])
     assert lost["reason"].startswith(reason)
     service.ready()
@@ -198,3 +204,24 @@ def test_wrong_settings_are_not_tried_again(service: Service) -> None:
     assert service.manager.show(SERVICE, "ActiveState") == "failed"
     assert service.manager.show(SERVICE, "NRestarts") == "0"
     assert "engine.kv_mib: 0; accepted: an integer from 1" in service.manager.log
+
+
+@pytest.mark.parametrize(("spawn", "same_node"), [("process", "map"), ("systemd", "ucx")])
+def test_other_ways_to_start_workers_and_to_move_kv_work_in_the_sandbox_too(
+    spawn: str, same_node: str
+) -> None:
+    service = Service(spawn, same_node)
+    try:
+        service.start()
+        assert service.complete(4)["usage"]["completion_tokens"] == 4
+        assert service.events("MigrationFinished"), "the KV went to the decode replica"
+        workers = {i: (r["pid"], r["epoch"]) for i, r in service.replicas().items()}
+        before = service.pid()
+        service.signal("KILL", before)
+        wait_for("a restart", lambda: service.pid() not in (before, "0"), 30)
+        service.ready()
+        assert {i: (r["pid"], r["epoch"]) for i, r in service.replicas().items()} == workers
+        assert service.manager.systemctl("stop", SERVICE).returncode == 0
+        assert "blitzd worker" not in service.manager.run("ps", "ax", "-o", "args").stdout
+    finally:
+        service.manager.close()
