@@ -108,8 +108,8 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What runs when the daemon is told to stop may take so long to finish. A second signal
     brings the end forward."""
     hang_deadline_s: Annotated[float, Meta(ge=0.2, le=86400)] = 5.0
-    """A worker without a sign of life for so long is killed. Twenty times the slowest answer
-    that was measured on a busy machine (0.23 s, while torch is imported)."""
+    """A worker without a sign of life for so long is killed. Ten times the slowest answer that
+    was measured on two cores at a load of 14 (0.47 s, while torch is imported)."""
     step_deadline_s: Annotated[float, Meta(ge=0.2, le=86400)] = 60.0
     """A worker that answers, but computes one step for so long, is killed. Above the longest
     step that a model can take: `max_batch_tokens` of prompt."""
