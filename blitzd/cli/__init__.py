@@ -26,6 +26,7 @@ for name, where, text in (
     ("model", "model:app", "Fetch, list and look into models."),
     ("log", "log:app", "Look into the event log on disk, check it, repair it."),
     ("replay", "replay:replay", "Fold a log: states, stories, reasons, traces."),
+    ("client", "client:client", "A recorded load on a running server, with a report."),
     ("sim", "sim:app", "The scheduler lab, placement search and KV accounting."),
     ("bench", "bench:app", "How fast the parts are, on this machine."),
     ("worker", "worker:worker", "One engine worker. The daemon starts it."),

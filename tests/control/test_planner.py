@@ -7,6 +7,7 @@ from blitzd.control.redecide import redecide
 from blitzd.events import types as ev
 from blitzd.events.record import Payload
 from blitzd.fsm import ClusterState, ReplicaState
+from blitzd.fsm.standing import standings
 from tests.control.harness import Harness, only, refold
 from tests.control.virtual_load import VirtualLoad
 
@@ -124,23 +125,21 @@ def test_a_load_of_exactly_zero_goes_to_the_minimum_after_there_was_one() -> Non
 
 
 def test_the_planner_compares_what_is_there() -> None:
-    """Peers #4: two of three prefills were drained by hand. What it wanted once is no wish,
-    and what is needed is asked for again."""
-    world = planned("prefill", "decode", *["spare"] * 4)
+    """Peers #4: two of three prefills are drained by hand. That three were wanted does not
+    mean that three are there."""
+    world = planned("prefill", "decode", "spare", "spare", decode_reserve_tokens=1)
     world.arrive(1, prompt=1500)
     assert only(world.after(10), ev.PlanDecided).wanted_prefill == 3
     for replica in ("r2", "r3"):
         world.load(replica)
-    for replica in ("r4", "r5", "r2", "r3"):
-        world.feed(ev.RoleRequested(replica, "spare"))
+    assert only(world.after(10), ev.PlanHeld).prefill == "steady"
+    for replica in ("r2", "r3"):
         world.feed(ev.DrainRequested(replica, 0))
-    world.feed(ev.WorkerExited("r4", 1, "killed"))
-    world.feed(ev.WorkerExited("r5", 1, "killed"))
-    have = world.state.index.roles["prefill"]
-    events = world.after(10)
-    for plan in plans(events):
-        assert plan.wanted_prefill != have or plan.prefill in ("observed", "up")
-    assert dict(world.state.plan.inputs)["prefill_ready"] <= have
+    hold = only(world.after(10), ev.PlanHeld)
+    assert (hold.prefill, dict(hold.inputs)["prefill_ready"]) == ("no_spare", 1)
+    world.feed(ev.UndrainRequested("r2"))
+    assert standings(world.state)["prefill", "ready"] == 2
+    assert world.after(10) == [], "still one too few, which is no news"
 
 
 def test_a_dead_replica_is_replaced_and_not_counted_on() -> None:
