@@ -53,6 +53,15 @@ _REPLICA_GAUGES = (
 )
 
 
+_NODE_COUNTERS = (
+    ("stale_notices", "stale_notices", "Messages about what was over already"),
+    ("link_failures", "link_faults", "Hand-overs that failed for the link's sake"),
+    ("kv_mismatches", "kv_mismatches", "Hand-overs whose KV was not what the source has"),
+    ("audit_failures", "audits_failed", "Times that an idle worker held what nobody needs"),
+    ("invariants_broken", "invariants_broken", "Times that the state did not add up"),
+)
+
+
 class NodeCollector(Collector):
     def __init__(self, node: NodeFace) -> None:
         self._node = node
@@ -129,6 +138,17 @@ def _replica_metrics(state: dict[str, Any]) -> Iterator[Metric]:
             [((str(replica["id"]),), replica[key]) for replica in replicas],
         )
     yield _gauge("blitzd_links", "Links between replicas in use", len(state["links"]))
+    faulty: list[dict[str, Any]] = state["faulty_links"]
+    yield _labelled(
+        "blitzd_link_faults",
+        "Hand-overs in a row that failed over the link; none when the last one succeeded",
+        ["source", "target", "fault"],
+        [((link["source"], link["target"], link["fault"]), link["faults"]) for link in faulty],
+    )
+    cooling = sum(bool(link["cool_until_ns"]) for link in faulty)
+    yield _gauge("blitzd_links_cooling", "Links that nothing goes over for a while", cooling)
+    for name, key, documentation in _NODE_COUNTERS:
+        yield CounterMetricFamily(f"blitzd_{name}", documentation, value=state["node"][key])
 
 
 def _plan_metrics(plan: dict[str, Any]) -> Iterator[Metric]:

@@ -120,7 +120,8 @@ def assert_same_logprobs(
 def test_tokens_and_text_are_those_of_one_worker(
     model: Path, zygotes: Zygote, transport: pb.Transport, staged: bool
 ) -> None:
-    """In place, as on a CPU, or with KV in memory of a device's own, staged for the move."""
+    """B.2 #37. In place, as on a CPU, or with KV in memory of a device's own, staged for the
+    move."""
     alone = LocalReplica(model)
     for number, prompt in PROMPTS.items():
         alone.prefill(request(number, prompt, LENGTH, **SAMPLING.get(number, {})))
@@ -196,6 +197,8 @@ def test_what_an_import_names_wrongly_is_refused_by_name(model: Path, zygotes: Z
 def test_every_failure_says_what_it_is_and_frees_the_blocks(
     model: Path, zygotes: Zygote, tmp_path: Path
 ) -> None:
+    """B.2 #32: among them a layout that does not fit, known at the handshake."""
+
     async def test() -> None:
         source, target = await pair(zygotes, model)
         await held(source, 2, 6)

@@ -1,4 +1,4 @@
-"""kill -9 in the middle of a hand-over, a hundred times each way over each transport: the
+"""B.2 #45. kill -9 in the middle of a hand-over, a hundred times each way over each transport: the
 survivor lives, its call ends within a second, and it works with the peer's next life."""
 
 import asyncio

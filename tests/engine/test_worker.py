@@ -146,6 +146,7 @@ def test_loading_reports_the_watermark_and_describe_knows_it(model: Path, zygote
 def test_a_model_that_cannot_be_loaded_is_refused_with_the_reason(
     model: Path, zygotes: Zygote, tmp_path: Path
 ) -> None:
+    """B.2 #47: weights are what they are said to be before anybody is served with them."""
     broken = make_tiny(tmp_path / "broken")
     with (broken / "arena.bin").open("r+b") as arena:
         arena.seek(90_000)

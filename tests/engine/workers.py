@@ -170,9 +170,16 @@ class Client:
 
     def take(self, report: pb.StepReport) -> None:
         self.last = report
-        columns = (report.request_ids, report.token_ids, report.texts, report.finish)
-        for number, token, text, finish in zip(*columns, strict=True):
+        columns = (
+            report.request_ids,
+            report.token_ids,
+            report.texts,
+            report.finish,
+            report.cached_tokens,
+        )
+        for number, token, text, finish, cached in zip(*columns, strict=True):
             output = self.outputs.setdefault(number, Output())
+            output.cached += cached
             output.tokens.append(token)
             output.text += text
             output.finish = finish

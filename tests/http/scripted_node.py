@@ -11,6 +11,7 @@ from typing import Any
 
 from blitzd.fsm import ClusterState
 from blitzd.fsm.standing import plan_json
+from blitzd.fsm.state import COUNTED
 from blitzd.node.face import (
     Delta,
     GenerateRequest,
@@ -148,6 +149,8 @@ class ScriptedNode:
             "queue": {"requests": by_state["queued"], "tokens": 5 * by_state["queued"]},
             "requests": by_state | self.ends,
             "links": [],
+            "faulty_links": [],
+            "node": dict.fromkeys(COUNTED, 0),
             "plan": plan_json(ClusterState()),
         }
 
