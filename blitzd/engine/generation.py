@@ -109,7 +109,10 @@ def admit(
     detokenizer = Detokenizer(tokenizer, sampling.stop, sampling.min_tokens)
     for token in request.output_tokens:
         # Their text went out where they were made.
-        detokenizer.feed(token)
+        try:
+            detokenizer.feed(token)
+        except ValueError as error:
+            raise InvalidField(f"request.output_tokens: {error}") from None
     eos = () if sampling.ignore_eos else tokenizer.eos_token_ids
     return Generation(
         sequence=Sequence(

@@ -274,6 +274,10 @@ def test_an_id_that_the_tokenizer_lacks_ends_its_request_alone(tmp_path: Path) -
         request(1, PROMPT, 9, bias_token_ids=[290], bias_values=[100.0]), request(2, PROMPT, 9)
     )
     found = replica.until(1, 2)
+    resumed = request(3, PROMPT, 9)
+    resumed.output_tokens = [290]
+    with replica.steps.exclusive() as stepper, pytest.raises(InvalidField, match="token id 290"):
+        stepper.prefill(resumed, False)
     replica.close()
     assert found[1].error == "token id 290 is outside the vocabulary"
     assert len(found[2].tokens) == 9
