@@ -21,9 +21,12 @@ class Inputs(msgspec.Struct, frozen=True):
     """On the way to serve: loading, mutating, or about to."""
     prefill_dead: int = 0
     """Failed; they come back if they can, but nobody knows when."""
+    prefill_draining: int = 0
+    """They finish what they have, and may be revived."""
     decode_ready: int = 0
     decode_loading: int = 0
     decode_dead: int = 0
+    decode_draining: int = 0
     spare: int = 0
     """Replicas that could be given a role now."""
     waiting_tokens: int = 0
@@ -69,9 +72,11 @@ def observe(state: ClusterState, policy: Policy, now_ns: int) -> Inputs:
         prefill_ready=there["prefill", "ready"],
         prefill_loading=there["prefill", "loading"],
         prefill_dead=there["prefill", "dead"],
+        prefill_draining=there["prefill", "draining"],
         decode_ready=there["decode", "ready"],
         decode_loading=there["decode", "loading"],
         decode_dead=there["decode", "dead"],
+        decode_draining=there["decode", "draining"],
         spare=there["spare", "free"],
         waiting_tokens=waiting_tokens,
         arrival_rate=plan.arrival_rate(now_ns),

@@ -17,6 +17,8 @@ WORDS = {
         " {waited} ms are over"
     ),
     "loading": "{count}, more than needed; but some of them have not served yet",
+    "draining": "{count}, more than needed; but the last that went down still has work",
+    "asked": "{count}; the load needs {least} to {most}, which are wanted and not free yet",
     "at_max": "{count}, the most that is allowed; the load needs {least} to {most}",
     "no_spare": "{count}; the load needs {least} to {most}, and no spare is left",
     "no_rate": "{count}: prompts come, and none was computed yet that would say how fast",

@@ -8,7 +8,8 @@ in the fold, and it runs with each tick of the core's clock.
 
 *Up* happens at once, to the middle of what is needed. *Down* happens after the load was low
 for `scale_down_window_ms`, to the most that it needed meanwhile, and the window begins only
-when all replicas of the role serve: one that was never ready is not idle. So a step in load
+when all replicas of the role serve, since one that was never ready is not idle, and when none
+of the last way down has work left, since until then the rest have not felt it. So a step in load
 turns the direction at most once in a window, and a role is not scaled up because of its own
 way down (the bounds are apart; see `sizing`).
 
@@ -135,13 +136,9 @@ def decide(state: ClusterState, policy: Policy, now_ns: int, have: Inputs) -> De
     need = sizes(have, policy)
     clamps: list[str] = []
     plan = state.plan
-    prefill = _role(
-        "prefill", have.prefill, have.prefill_loading, need.prefill(), plan.prefill, policy, now_ns
-    )
+    prefill = _role("prefill", have, need.prefill(), plan.prefill, policy, now_ns)
     grows = prefill.word == "up"
-    decode = _role(
-        "decode", have.decode, have.decode_loading, need.decode(grows), plan.decode, policy, now_ns
-    )
+    decode = _role("decode", have, need.decode(grows), plan.decode, policy, now_ns)
     clamps += _bounds_hit(need, grows, policy)
     prefill, decode = _shared(have, prefill, decode, clamps)
     prefill = _known(prefill, have)
@@ -157,17 +154,18 @@ def _limits(policy: Policy, role: str) -> tuple[int, int]:
     return least, max(least, getattr(policy, f"max_{role}"))
 
 
-def _role(
-    role: str, count: int, loading: int, need: Need, was: Wait, policy: Policy, now_ns: int
-) -> Verdict:
+def _role(role: str, have: Inputs, need: Need, was: Wait, policy: Policy, now_ns: int) -> Verdict:
+    count: int = getattr(have, role)
     low, high = _limits(policy, role)
     least, most = (min(max(n, low), high) for n in need)
     if count < least:
         return Verdict("up", (least + most + 1) // 2)
     if count <= most:
         return Verdict("at_max" if need.least > count else "steady", count)
-    if loading:
+    if getattr(have, f"{role}_loading"):
         return Verdict("loading", count)
+    if getattr(have, f"{role}_draining"):
+        return Verdict("draining", count)
     if was.verdict != "down_wait":
         return Verdict("down_wait", count, most)
     peak = max(was.peak, most)
@@ -191,23 +189,30 @@ def _bounds_hit(need: Sizes, grows: bool, policy: Policy) -> list[str]:
 def _shared(
     have: Inputs, prefill: Verdict, decode: Verdict, clamps: list[str]
 ) -> tuple[Verdict, Verdict]:
-    """What is wanted more of comes from spares, and from what the other role gives up. If
-    that is too little for both, they take turns, decode first: without it nothing ends."""
-    more = [max(0, decode.target - have.decode), max(0, prefill.target - have.prefill)]
+    """What is wanted more of comes from what still drains from the role, from spares, and from
+    what the other role gives up. If the latter are too few for both, they take turns, decode
+    first: without it nothing ends."""
+    counts, drain = (have.decode, have.prefill), (have.decode_draining, have.prefill_draining)
+    more = [max(0, v.target - n) for v, n in zip((decode, prefill), counts, strict=True)]
+    got = [min(wanted, there) for wanted, there in zip(more, drain, strict=True)]
     given = max(0, have.prefill - prefill.target) + max(0, have.decode - decode.target)
     supply = have.spare + given
-    if sum(more) <= supply:
+    if sum(more) - sum(got) <= supply:
         return prefill, decode
     clamps.append("no_spare")
     share = [0, 0]
-    while supply > 0:
-        turn = 0 if share[0] < more[0] and (share[0] <= share[1] or share[1] >= more[1]) else 1
-        share[turn] += 1
-        supply -= 1
-    counts = (have.decode, have.prefill)
+    for _ in range(supply):
+        left = [more[side] - got[side] - share[side] for side in (0, 1)]
+        share[0 if left[0] and (share[0] <= share[1] or not left[1]) else 1] += 1
     decode, prefill = (
-        verdict if not wanted else Verdict("up" if got else "no_spare", count + got)
-        for verdict, wanted, got, count in zip((decode, prefill), more, share, counts, strict=True)
+        verdict if not wanted else Verdict("up" if extra else "no_spare", count + extra)
+        for verdict, wanted, extra, count in zip(
+            (decode, prefill),
+            more,
+            (got[0] + share[0], got[1] + share[1]),
+            counts,
+            strict=True,
+        )
     )
     return prefill, decode
 
@@ -224,19 +229,23 @@ def _as_observed(
     state: ClusterState, have: Inputs, prefill: Verdict, decode: Verdict
 ) -> tuple[Verdict, Verdict]:
     """Counts that were set before and that are no longer what is there (an operator drained
-    one, say) are no wish of the planner's."""
+    one, say) are no wish of the planner's. Those that are wanted already and cannot be had
+    yet (they have work to finish in the other role, say) are not decided again."""
     node = state.node
     sides = (
         (prefill, have.prefill, have.prefill_dead, node.wanted_prefill),
         (decode, have.decode, have.decode_dead, node.wanted_decode),
     )
-    found = [
-        Verdict("observed", count)
-        if wanted and verdict.word == "steady" and count and count + dead != wanted
-        else verdict
-        for verdict, count, dead, wanted in sides
-    ]
-    return found[0], found[1]
+    prefill, decode = (_against(*side) for side in sides)
+    return prefill, decode
+
+
+def _against(verdict: Verdict, count: int, dead: int, wanted: int) -> Verdict:
+    if verdict.word == "up" and verdict.target + dead == wanted:
+        return Verdict("asked", count)
+    if verdict.word == "steady" and wanted and count and count + dead != wanted:
+        return Verdict("observed", count)
+    return verdict
 
 
 def _as_the_original(state: ClusterState, have: Inputs, policy: Policy) -> Decision:

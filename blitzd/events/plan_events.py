@@ -26,7 +26,7 @@ class PlanHeld(Payload, frozen=True, array_like=True):
     most that was needed during a wait rises."""
 
     prefill: str
-    """steady, down_wait, loading, at_max, no_spare, no_rate or pinned."""
+    """steady, down_wait, loading, draining, at_max, no_spare, asked, no_rate or pinned."""
     decode: str
     prefill_peak: int
     """The most replicas that the load would have allowed since the wait began; 0: no wait."""

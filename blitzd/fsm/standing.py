@@ -12,12 +12,16 @@ SERVING = {
     "prefill": frozenset({S.PREFILL, S.OLD_PREFILL}),
     "decode": frozenset({S.DECODE}),
 }
-FREE = frozenset({S.SHUTTING_PREFILL, S.SHUTTING_DECODE, S.SHUTTING_NULL, S.INACTIVE})
+FREE = frozenset({S.SHUTTING_NULL, S.INACTIVE})
+
+
+DRAINING = {S.SHUTTING_PREFILL: "prefill", S.SHUTTING_DECODE: "decode"}
 
 
 def standings(state: ClusterState) -> Counter[tuple[str, str]]:
-    """By role and ready, loading or dead; and ("spare", "free"), those that could be given a
-    role now. Costs the same for any number of replicas."""
+    """By role and ready, loading, dead or draining (revived, it has the role again); and
+    ("spare", "free"), those that could be given any role now. Costs the same for any number
+    of replicas."""
     index = state.index
     found: Counter[tuple[str, str]] = Counter()
     for group, replicas in index.groups.items():
@@ -33,6 +37,8 @@ def _standing(group: Group) -> tuple[str, str]:
         if group.troubled:
             return group.role, "dead"
         return group.role, "ready" if group.state in SERVING[group.role] else "loading"
+    if group.state in DRAINING and not group.cordoned:
+        return DRAINING[group.state], "draining"
     free = group.state in FREE and not group.cordoned and not group.troubled
     return group.role, "free" if free else "other"
 
@@ -43,7 +49,7 @@ def plan_json(state: ClusterState) -> dict[str, Any]:
     roles = {
         role: {
             "wanted": getattr(node, f"wanted_{role}"),
-            **{name: there[role, name] for name in ("ready", "loading", "dead")},
+            **{name: there[role, name] for name in ("ready", "loading", "dead", "draining")},
             "verdict": wait.verdict,
             "since_ns": wait.since_ns,
             "peak": wait.peak,

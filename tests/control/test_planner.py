@@ -209,6 +209,39 @@ def test_it_is_not_idle_before_it_was_ready() -> None:
     assert only(world.after(20), ev.PlanDecided).prefill == "down"
 
 
+def test_the_next_way_down_waits_for_the_drain_of_the_last() -> None:
+    """Peers #6: until the work that was left there is done, the rest have not felt it."""
+    world = planned("prefill", "prefill", "prefill", "decode", scale_down_window_ms=1000)
+    for request_id in range(3):
+        world.arrive(request_id, prompt=300)
+    assert only(world.after(10), ev.PlanHeld).prefill == "down_wait"
+    assert only(world.after(1000), ev.PlanDecided).wanted_prefill == 2
+    assert world.replica("r0").state is S.SHUTTING_PREFILL
+    for request_id in (1, 2):
+        world.first_token(request_id)
+        world.imported(request_id)
+    assert only(world.after(10), ev.PlanHeld).prefill == "draining"
+    assert plans(world.after(60_000)) == []
+    world.first_token(0)
+    world.imported(0)
+    assert only(world.after(10), ev.PlanHeld).prefill == "down_wait"
+
+
+def test_a_replica_that_drains_from_one_role_is_no_spare_of_the_other() -> None:
+    """It is revived for its own, and has to finish before it is of use to another: what was
+    asked for is asked for once."""
+    world = planned("prefill", "prefill", "decode", scale_down_window_ms=0, max_prefill=1)
+    world.arrive(1, prompt=100)
+    world.arrive(2, prompt=100)
+    world.after(10)
+    world.after(10)
+    [draining] = [r for r in world.state.replicas.values() if r.state is S.SHUTTING_PREFILL]
+    world.feed(ev.OccupancyReported("r2", 1, 60, 1))
+    assert only(world.after(10), ev.PlanHeld).decode == "no_spare"
+    assert world.after(1000) == []
+    assert draining.state is S.SHUTTING_PREFILL
+
+
 def test_what_comes_and_goes_between_two_looks_is_demand() -> None:
     """Peers #22: at no tick does anything wait, yet one replica is busy nine tenths."""
     world = planned("prefill", "decode", "spare", decode_reserve_tokens=1)

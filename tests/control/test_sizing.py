@@ -115,9 +115,11 @@ HAVE = st.builds(
     prefill_ready=COUNTS,
     prefill_loading=COUNTS,
     prefill_dead=COUNTS,
+    prefill_draining=COUNTS,
     decode_ready=COUNTS,
     decode_loading=COUNTS,
     decode_dead=COUNTS,
+    decode_draining=COUNTS,
     spare=COUNTS,
     waiting_tokens=AMOUNTS,
     arrival_rate=AMOUNTS,
@@ -153,7 +155,7 @@ def test_over_all_counts_no_plan_is_outside_a_bound(have: Inputs, policy: Policy
     """Peers #26, and defects P1-P4 and P7: zeros, bounds that are 0 or the wrong way round,
     minima above maxima. Integers throughout, so that nothing is NaN and nothing wraps."""
     found = decide(ClusterState(), policy, 0, have)
-    supply = have.spare
+    supply = have.spare + have.prefill_draining + have.decode_draining
     for role, verdict in (("prefill", found.prefill), ("decode", found.decode)):
         count = getattr(have, role)
         low = max(1, getattr(policy, f"min_{role}"))

@@ -209,6 +209,7 @@ def test_the_plan_is_the_last_record_and_what_it_waits_for() -> None:
         "ready": 0,
         "loading": 0,
         "dead": 0,
+        "draining": 0,
         "verdict": "",
         "since_ns": 0,
         "peak": 0,
