@@ -61,6 +61,9 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     restart_backoff_ms: Milliseconds = 500
     """Before the second restart in a row; doubles up to `restart_backoff_max_ms`."""
     restart_backoff_max_ms: Milliseconds = 30_000
+    request_deadline_ms: Milliseconds = 3_600_000
+    """From a request's arrival to its end, waiting and resumes included; a request may ask for
+    less. No sane answer takes so long, so that only what nothing will ever serve meets it."""
     drain_ms: Milliseconds = 600_000
     """What a shutting replica's requests may take, unless the command says otherwise."""
     restart_limit_ms: Milliseconds = 600_000

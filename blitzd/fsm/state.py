@@ -125,6 +125,9 @@ class Replica(msgspec.Struct, omit_defaults=True, gc=False):
         return 0 if steady else self.failures
 
 
+RESUME_CAUSES = ("worker_lost", "handover_failed", "engine_error", "drain_deadline")
+
+
 class Loss(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a request had on a replica was lost there."""
 
@@ -332,6 +335,9 @@ class ClusterState:
                 "tokens": index.tokens[RequestState.QUEUED],
             },
             "requests": by_state,
+            "resumes": {
+                cause: self.node.tallies.get(f"resumed_{cause}", 0) for cause in RESUME_CAUSES
+            },
             "links": links_json(self.leases.values(), self._feeds()),
             "faulty_links": faulty_json(self.links.values()),
             "pairs": [

@@ -18,6 +18,9 @@ class Limits:
     """A client that takes nothing for this long is disconnected, its request cancelled."""
     stall_s: float = 600.0
     """Longest wait for acceptance, for a first token and between two tokens."""
+    keepalive_s: float = 15.0
+    """A stream that has nothing to say for so long says that it is there: proxies and load
+    balancers cut off what is silent for a minute."""
     release_s: float = 5.0
     """Longest wait for the node to acknowledge a cancellation."""
     shutdown_s: float = 10.0

@@ -115,9 +115,17 @@ def _request_metrics(state: dict[str, Any]) -> Iterator[Metric]:
     for name in END_STATES:
         ended.add_metric([name], counts.get(name, 0))
     yield ended
+    resumes = CounterMetricFamily(
+        "blitzd_request_resumes_total",
+        "Requests that were begun anew after what they had on a replica was lost, by cause",
+        labels=["cause"],
+    )
+    for cause, count in state["resumes"].items():
+        resumes.add_metric([cause], count)
+    yield resumes
     queue = state["queue"]
     yield _gauge("blitzd_queue_requests", "Requests that wait for a prefill", queue["requests"])
-    yield _gauge("blitzd_queue_tokens", "Prompt tokens that wait for a prefill", queue["tokens"])
+    yield _gauge("blitzd_queue_tokens", "Tokens that wait for a prefill", queue["tokens"])
 
 
 def _replica_metrics(state: dict[str, Any]) -> Iterator[Metric]:

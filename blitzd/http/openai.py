@@ -20,6 +20,7 @@ from blitzd.http.stream import ReaderGone, Stream
 from blitzd.http.tasks import TaskOwner
 from blitzd.http.wire import (
     DONE,
+    STILL_HERE,
     ChatWire,
     CompletionWire,
     Head,
@@ -96,7 +97,8 @@ class OpenAIRoutes:
                 return web.Response(body=whole, content_type="application/json")
             stream = Stream(request, self._limits, "text/event-stream; charset=utf-8")
             try:
-                await self._stream(stream, wire, generations, choices)
+                async with stream.kept_alive(STILL_HERE):
+                    await self._stream(stream, wire, generations, choices)
                 end = wire.usage(_usage(wanted, choices)) if body.wants_usage() else b""
                 await stream.send(end + DONE)
             except ReaderGone:

@@ -137,6 +137,8 @@ def _generation(
         logit_bias=_logit_bias(body.logit_bias or {}, card),
         logprobs=body.top(),
         model=card.name,
+        deadline_ms=body.deadline_ms,
+        recompute=body.on_worker_loss != "fail",
     )
 
 

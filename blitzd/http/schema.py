@@ -50,6 +50,8 @@ class Sampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """By token id, as OpenAI has it: JSON's keys are strings."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    deadline_ms: Annotated[int, Meta(ge=1, le=86_400_000)] | None = None
+    on_worker_loss: Literal["recompute", "fail"] | None = None
 
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -241,7 +243,11 @@ _FIELD = re.compile(
     r"Object (?P<how>missing required|contains unknown) field `(?P<name>.*)`", re.DOTALL
 )
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
-_CHOICES = {"role": '"system", "user" or "assistant"', "type": '"text"'}
+_CHOICES = {
+    "role": '"system", "user" or "assistant"',
+    "type": '"text"',
+    "on_worker_loss": '"recompute" or "fail"',
+}
 _WORDS = {"`int`": "integer", "`float`": "number", "`str`": "string", "`bool`": "boolean"}
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from collections.abc import AsyncIterator
 
 from aiohttp import web
 
@@ -25,6 +26,9 @@ class Stream:
     def __init__(self, request: web.Request, limits: Limits, content_type: str) -> None:
         self._request = request
         self._send_s = limits.send_s
+        self._silent_s = limits.keepalive_s
+        self._clock = asyncio.get_running_loop().time
+        self._sent_at = self._clock()
         self.response = web.StreamResponse(
             headers={
                 "Content-Type": content_type,
@@ -41,6 +45,7 @@ class Stream:
 
     async def send(self, data: bytes) -> None:
         """Raises ReaderGone."""
+        self._sent_at = self._clock()
         try:
             async with asyncio.timeout(self._send_s):
                 if not self.opened:
@@ -54,6 +59,25 @@ class Stream:
             raise ReaderGone from None
         except ConnectionError as failure:
             raise ReaderGone from failure
+
+    @contextlib.asynccontextmanager
+    async def kept_alive(self, comment: bytes) -> AsyncIterator[None]:
+        """Once it is open, `comment` fills every `Limits.keepalive_s` of silence."""
+        task = asyncio.create_task(self._fill_silence(comment))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _fill_silence(self, comment: bytes) -> None:
+        with contextlib.suppress(ReaderGone):  # whoever sends next hears of it too
+            while True:
+                left_s = self._sent_at + self._silent_s - self._clock()
+                if left_s > 0 or not self.opened:
+                    await asyncio.sleep(left_s if left_s > 0 else self._silent_s)
+                else:
+                    await self.send(comment)
 
     async def send_last(self, data: bytes) -> None:
         """Like `send`, for the news of a failure: if the client is gone, so be it."""

@@ -15,6 +15,8 @@ from msgspec import UNSET, Struct, UnsetType
 _encode = msgspec.json.Encoder().encode
 
 DONE = b"data: [DONE]\n\n"
+STILL_HERE = b": still here\n\n"
+"""A comment, which clients pass over (WHATWG HTML, 9.2.6)."""
 
 
 class PromptDetails(Struct):

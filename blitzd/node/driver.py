@@ -17,6 +17,7 @@ import structlog
 
 from blitzd.control.commands import BEGINS, Command, ShutDown
 from blitzd.control.core import Core
+from blitzd.control.policy import Policy
 from blitzd.engine.token_logprobs import TokenLogprobs, entries
 from blitzd.events import types as ev
 from blitzd.events.record import Durability, Payload, Record
@@ -44,6 +45,8 @@ SNAPSHOT_EVERY = 100_000
 SNAPSHOT_CHECK_S = 1.0
 
 log = structlog.get_logger()
+
+MS = 1_000_000
 
 FINISHES = {pb.FinishReason.STOP: "stop", pb.FinishReason.LENGTH: "length"}
 
@@ -153,6 +156,7 @@ class Driver:
             raise RequestRefused(
                 f"the event log takes no records: {self.read_only}", status=503, code="read_only"
             )
+        deadline_ms = self._deadline_ms(request)
         request_id = self._next_request_id
         self._next_request_id += 1
         seed = self._draw_seed() if request.seed is None else request.seed
@@ -160,7 +164,12 @@ class Driver:
         live.submitted_ns = self._clock.mono_ns()
         self.live[request_id] = live
         arrival = ev.RequestArrived(
-            request_id, len(request.prompt_tokens), request.max_tokens, seed, 0
+            request_id,
+            len(request.prompt_tokens),
+            request.max_tokens,
+            seed,
+            live.submitted_ns + deadline_ms * MS,
+            int(request.recompute),
         )
         try:
             await self.post(arrival)
@@ -170,6 +179,13 @@ class Driver:
                 await live.cancel()
             raise
         return live
+
+    def _deadline_ms(self, request: GenerateRequest) -> int:
+        longest = Policy.of(self.core.state.node.policy).request_deadline_ms
+        if request.deadline_ms is not None and request.deadline_ms > longest:
+            reason = f"deadline_ms is {request.deadline_ms}; accepted: at most {longest}"
+            raise RequestRefused(reason, status=400, code="invalid_value")
+        return request.deadline_ms or longest
 
     async def _client_left(self, request_id: int) -> None:
         self.live.pop(request_id, None)
@@ -181,11 +197,19 @@ class Driver:
         scores = self._deliver_logprobs(replica, epoch, report)
         cached = report.cached_tokens or [0] * len(report.request_ids)
         columns = (report.request_ids, report.token_ids, report.texts, report.finish, cached)
+        places = report.positions or [None] * len(report.request_ids)
         outdated = 0
-        for wire, token_id, text, finish, saved in zip(*columns, strict=True):
+        for wire, token_id, text, finish, saved, place in zip(*columns, places, strict=True):
             live, over = self._addressed(replica, epoch, wire)
             if live is None:
                 outdated += over
+                continue
+            due = len(live.output)
+            if place is not None and place != due:
+                # Once more is nothing to the client; a gap must not become one of its text.
+                outdated += place < due
+                if place > due:
+                    await self._token_missing(replica, epoch, wire, place, due)
                 continue
             self._observe(live, now)
             live.push(text, token_id, scores.get(live.request_id), saved)
@@ -197,6 +221,14 @@ class Driver:
         known = self.core.state.replicas.get(replica)
         if known is None or (known.blocks_sampled, known.running_sampled) != occupancy:
             await self.post(ev.OccupancyReported(replica, epoch, *occupancy))
+
+    async def _token_missing(
+        self, replica: str, epoch: int, wire: int, place: int, due: int
+    ) -> None:
+        request_id, attempt = request_and_attempt(wire)
+        reason = f"its token {place} came where {due} was due"
+        errored = ev.RequestErrored(replica, epoch, request_id, reason, attempt, lost=1)
+        await self.post(errored)
 
     def _addressed(self, replica: str, epoch: int, wire: int) -> tuple[LiveRequest | None, bool]:
         """(whom a worker's word is for, if anybody; whether the request goes on, but this

@@ -84,6 +84,10 @@ class GenerateRequest:
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens but the first."""
     model: str = ""
+    deadline_ms: int | None = None
+    """From its arrival to its end; None: what the policy allows."""
+    recompute: bool = True
+    """When what was computed is lost with a worker: compute it again elsewhere, or fail."""
 
 
 @dataclass(frozen=True, slots=True)

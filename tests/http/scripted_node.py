@@ -148,6 +148,7 @@ class ScriptedNode:
             "replicas": [_replica("p0", "Prefill", len(self.open)), _replica("d0", "Decode", 0)],
             "queue": {"requests": by_state["queued"], "tokens": 5 * by_state["queued"]},
             "requests": by_state | self.ends,
+            "resumes": {"worker_lost": 3, "handover_failed": 0},
             "links": [],
             "faulty_links": [],
             "node": dict.fromkeys(COUNTED, 0),

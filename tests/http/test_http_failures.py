@@ -4,7 +4,7 @@ import pytest
 
 from blitzd.http import Limits
 from blitzd.node.face import Delta, GenerateRequest, GenerationFailed, RequestRefused
-from tests.http.scripted_node import FOREVER, MODEL, Script, ScriptedNode, say
+from tests.http.scripted_node import FOREVER, MODEL, Pause, Script, ScriptedNode, say
 from tests.http.served import Served, frames, served
 
 DIED = GenerationFailed("decode replica d0 died", code="replica_lost")
@@ -104,6 +104,27 @@ def test_a_stalled_generation_is_ended(prompt: object) -> None:
     assert answer.status == 503
     assert answer.error["code"] == "generation_stalled"
     assert node.open == {}
+
+
+def test_a_stream_with_a_long_pause_says_that_it_is_alive() -> None:
+    """A request that waits for its worker's successor is not cut off by what lies between."""
+    node = ScriptedNode([*say("a", finish=None), Pause(0.5), *say("b")])
+    with served(node, Limits(keepalive_s=0.1, shutdown_s=2.0)) as server:
+        stream = server.complete(stream=True)
+        whole = server.complete()
+    comment = b": still here\n\n"
+    assert 2 <= stream.body.count(comment) <= 5
+    events = frames(stream.body.replace(comment, b""))
+    assert "".join(e["choices"][0]["text"] for e in events[:-1]) == "ab"
+    assert whole.json["choices"][0]["text"] == "ab"
+
+
+def test_before_the_first_text_nothing_is_sent_however_long_it_takes() -> None:
+    late = GenerationFailed("still queued after 400 ms", code="deadline")
+    with served(ScriptedNode([Pause(0.4), late]), Limits(keepalive_s=0.1)) as server:
+        answer = server.chat(stream=True)
+    assert (answer.status, answer.error["code"]) == (503, "deadline")
+    assert int(answer.headers["Retry-After"]) >= 1
 
 
 def test_an_acceptance_that_stalls_is_ended() -> None:

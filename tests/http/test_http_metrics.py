@@ -58,6 +58,7 @@ def test_gauges_are_the_state() -> None:
     assert by_state(after, "blitzd_requests_open") == by_state(idle, "blitzd_requests_open")
     assert after["blitzd_queue_requests"] == 0
     assert by_state(after, "blitzd_requests_total")["cancelled"] == 3
+    assert idle["blitzd_request_resumes_total[('cause', 'worker_lost')]"] == 3
     assert idle.keys() == busy.keys() == after.keys()
 
 

@@ -221,6 +221,8 @@ def test_parameters_reach_the_node() -> None:
             logit_bias={"3": -100, "299": 1.5},
             logprobs=True,
             top_logprobs=4,
+            deadline_ms=5000,
+            on_worker_loss="fail",
         )
         server.chat(stop=["a", "b"], max_tokens=9, max_completion_tokens=9)
         server.chat()
@@ -246,6 +248,8 @@ def test_parameters_reach_the_node() -> None:
         logit_bias=((3, -100.0), (299, 1.5)),
         logprobs=4,
         model=MODEL,
+        deadline_ms=5000,
+        recompute=False,
     )
     assert (both.stop, both.max_tokens) == (("a", "b"), 9)
     # OpenAI's defaults: the rest of the context for chat, 16 for plain completions.

@@ -1,75 +1,19 @@
 """The driver when its log takes no records: serve on, begin nothing, say so, and still stop."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import anyio
 import pytest
 from trio.testing import MockClock
 
 from blitzd.control import commands as cmd
-from blitzd.control.core import CORE_VERSION, Core
-from blitzd.control.policy import Policy
 from blitzd.events import types as ev
 from blitzd.events.record import Record
-from blitzd.fsm import ClusterState
-from blitzd.node.driver import Driver
 from blitzd.node.face import GenerateRequest, RequestRefused
-from blitzd.node.live import LiveRequest
-from blitzd.node.observe import new_observations
 from blitzd.node.wire_ids import wire_id
 from blitzd.proto.blitzd.engine import v1 as pb
-from tests.chaos.world import VirtualClock, VirtualDisk
-
-
-class Recorder:
-    """Carries nothing out and remembers what it was told, and when in the log's life."""
-
-    def __init__(self, disk: VirtualDisk) -> None:
-        self.done: list[tuple[cmd.Command, int]] = []
-        self._disk = disk
-
-    def perform(self, command: cmd.Command, live: LiveRequest | None) -> None:
-        self.done.append((command, len(self._disk.records)))
-
-    def kinds(self) -> list[type]:
-        return [type(command) for command, _ in self.done]
-
-
-class World:
-    def __init__(self, disk: VirtualDisk | None = None) -> None:
-        self.disk = disk or VirtualDisk()
-        self.workers = Recorder(self.disk)
-        self.core = Core(ClusterState())
-        clock, observations = VirtualClock(), new_observations()
-        self.driver = Driver(self.core, self.disk, clock, observations, lambda: 7, 1)
-
-    async def run(self) -> None:
-        replicas = (("r0", "prefill"), ("r1", "decode"))
-        policy = Policy().pairs()
-        boot = ev.Booted(1, "t", "local", replicas, policy, CORE_VERSION)
-        await self.driver.run(self.workers, boot)
-
-    async def serve(self) -> None:
-        for replica in ("r0", "r1"):
-            await self.driver.post(ev.WorkerStarted(replica, 1, 1))
-            await self.driver.post(ev.WorkerDescribed(replica, 1, 1))
-            await self.driver.post(ev.LoadEnded(replica, 1, "d", "map", 2, 2, 64, 64))
-        await anyio.sleep(0.1)
-
-
-def run(scenario: Callable[[World], Awaitable[None]]) -> World:
-    async def main() -> World:
-        world = World()
-        with anyio.fail_after(100):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(world.run)
-                await scenario(world)
-                tasks.cancel_scope.cancel()
-        return world
-
-    clock = MockClock(autojump_threshold=0)
-    return anyio.run(main, backend="trio", backend_options={"clock": clock})
-
+from tests.chaos.world import VirtualDisk
+from tests.node.driven import World, run
 
 REQUEST = GenerateRequest(prompt_tokens=(1, 2, 3), max_tokens=4)
 
