@@ -197,7 +197,7 @@ class Driver:
         scores = self._deliver_logprobs(replica, epoch, report)
         cached = report.cached_tokens or [0] * len(report.request_ids)
         columns = (report.request_ids, report.token_ids, report.texts, report.finish, cached)
-        places = report.positions or [None] * len(report.request_ids)
+        places: list[int | None] = [*report.positions] or [None] * len(report.request_ids)
         outdated = 0
         for wire, token_id, text, finish, saved, place in zip(*columns, places, strict=True):
             live, over = self._addressed(replica, epoch, wire)

@@ -26,6 +26,7 @@ from blitzd.node.driver import Driver
 from blitzd.node.face import GenerateRequest, GenerationFailed, RequestRefused
 from blitzd.node.observe import new_observations
 from blitzd.node.ports import JournalUnavailable
+from tests.chaos.lives import Lives
 from tests.chaos.workers import Faults, VirtualWorkers, token_at
 
 VIRTUAL_LIMIT_S = 600.0
@@ -116,6 +117,8 @@ class Scenario:
             bad_import=sometimes(0.3),
             stalled_import=sometimes(0.3),
             leak=random.choice([0.0, 0.0, 0.0, 0.2]),
+            gap=sometimes(0.01),
+            repeat=sometimes(0.05),
             no_room=sometimes(0.5),
             load_failure=sometimes(0.5),
         )
@@ -197,6 +200,8 @@ class World:
             prompt_tokens=tuple(range(random.choice([1, 63, 64, 65, 300]))),
             max_tokens=random.choice([1, 2, 10, 60, 200]),
             temperature=1.0,
+            deadline_ms=random.choice([None] * 19 + [2000]),
+            recompute=random.random() < 0.95,
         )
         patience = None
         if random.random() < self.scenario.leavers:
@@ -344,11 +349,13 @@ class World:
     def _check_log(self) -> None:
         state = ClusterState()
         ends: dict[int, int] = {}
+        lives = Lives(self.scenario.policy(), self.scenario.faults)
         for record in self.disk.records:
             if self.verbose:
                 print(line(record))
             fold(state, record)
             assert violations(state) == []
+            lives.see(record)
             if isinstance(record.payload, ENDS):
                 ends[record.payload.request_id] = ends.get(record.payload.request_id, 0) + 1
         assert state.hash() == self.core.state.hash(), "the log folds to another state"
