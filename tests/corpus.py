@@ -14,6 +14,11 @@ def current(name: str) -> Path:
     return LOGS / f"v{CORE_VERSION}-{name}"
 
 
+def with_faults() -> list[Path]:
+    """Logs of this version that chaos made."""
+    return sorted(LOGS.glob(f"v{CORE_VERSION}-seed*"))
+
+
 class Expected(msgspec.Struct, frozen=True):
     core_version: int
     last_seq: int

@@ -197,19 +197,11 @@ class Driver:
         scores = self._deliver_logprobs(replica, epoch, report)
         cached = report.cached_tokens or [0] * len(report.request_ids)
         columns = (report.request_ids, report.token_ids, report.texts, report.finish, cached)
-        places: list[int | None] = [*report.positions] or [None] * len(report.request_ids)
         outdated = 0
-        for wire, token_id, text, finish, saved, place in zip(*columns, places, strict=True):
+        for wire, token_id, text, finish, saved in zip(*columns, strict=True):
             live, over = self._addressed(replica, epoch, wire)
             if live is None:
                 outdated += over
-                continue
-            due = len(live.output)
-            if place is not None and place != due:
-                # Once more is nothing to the client; a gap must not become one of its text.
-                outdated += place < due
-                if place > due:
-                    await self._token_missing(replica, epoch, wire, place, due)
                 continue
             self._observe(live, now)
             live.push(text, token_id, scores.get(live.request_id), saved)
@@ -221,14 +213,6 @@ class Driver:
         known = self.core.state.replicas.get(replica)
         if known is None or (known.blocks_sampled, known.running_sampled) != occupancy:
             await self.post(ev.OccupancyReported(replica, epoch, *occupancy))
-
-    async def _token_missing(
-        self, replica: str, epoch: int, wire: int, place: int, due: int
-    ) -> None:
-        request_id, attempt = request_and_attempt(wire)
-        reason = f"its token {place} came where {due} was due"
-        errored = ev.RequestErrored(replica, epoch, request_id, reason, attempt, lost=1)
-        await self.post(errored)
 
     def _addressed(self, replica: str, epoch: int, wire: int) -> tuple[LiveRequest | None, bool]:
         """(whom a worker's word is for, if anybody; whether the request goes on, but this

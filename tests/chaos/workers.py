@@ -61,10 +61,6 @@ class Faults:
     stalled_import: float = 0.0
     leak: float = 0.0
     """A worker does not let go of what it is told to."""
-    gap: float = 0.0
-    """A token in the middle never comes. No stream does so; the driver would notice."""
-    repeat: float = 0.0
-    """A token comes twice."""
     no_room: float = 0.0
     load_failure: float = 0.0
 
@@ -206,16 +202,11 @@ class VirtualWorkers:
             token_ids=[token_at(job.seed, at)],
             texts=[f" {at}"],
             finish=[finish],
-            positions=[at],
             running=len(worker.holdings),
             blocks_used=worker.blocks_used,
             blocks_total=BLOCKS,
         )
-        if finish is F.NONE and self._random.random() < self.faults.gap:
-            return
         await self._driver.deliver(worker.replica, worker.epoch, report)
-        if self._random.random() < self.faults.repeat:
-            await self._driver.deliver(worker.replica, worker.epoch, report)
 
     async def _occupancy(self, worker: VirtualWorker) -> None:
         report = pb.StepReport(running=len(worker.holdings), blocks_used=worker.blocks_used)

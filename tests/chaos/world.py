@@ -117,8 +117,6 @@ class Scenario:
             bad_import=sometimes(0.3),
             stalled_import=sometimes(0.3),
             leak=random.choice([0.0, 0.0, 0.0, 0.2]),
-            gap=sometimes(0.01),
-            repeat=sometimes(0.05),
             no_room=sometimes(0.5),
             load_failure=sometimes(0.5),
         )
@@ -349,7 +347,7 @@ class World:
     def _check_log(self) -> None:
         state = ClusterState()
         ends: dict[int, int] = {}
-        lives = Lives(self.scenario.policy(), self.scenario.faults)
+        lives = Lives(self.scenario.policy(self.seed), self.scenario.faults)
         for record in self.disk.records:
             if self.verbose:
                 print(line(record))

@@ -25,10 +25,10 @@ from blitzd.events import (
 from blitzd.fsm import ClusterState
 from blitzd.fsm.replaying import replay as fold_all
 from tests.control.harness import MS, Harness
-from tests.corpus import corpus, current, expected_of
+from tests.corpus import corpus, expected_of, with_faults
 
 WALL_NS = 1_764_435_600_123_456_789
-FAULTS = current("seed52")
+FAULTS = with_faults()[-1]
 
 
 class Answer:

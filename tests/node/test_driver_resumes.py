@@ -24,7 +24,6 @@ def rows(live: LiveRequest, attempt: int, places: list[int], finish: F = F.NONE)
         token_ids=[100 + place for place in places],
         texts=[f"<{place}>" for place in places],
         finish=[F.NONE] * (count - 1) + [finish],
-        positions=places,
     )
 
 
@@ -94,30 +93,6 @@ def test_rows_of_an_attempt_that_is_over_go_nowhere_and_are_counted() -> None:
         assert live.output == [100, 101, 102, 103, 104]
         assert world.core.state.node.tallies["stale_notices"] == 2
         assert [o.rows for o in logged(world, ev.TokensOutdated)] == [3, 2]
-
-    run(scenario)
-
-
-def test_a_token_that_comes_twice_is_passed_on_once() -> None:
-    async def scenario(world: World) -> None:
-        live = await decoding(world)
-        await deliver(world, "r1", rows(live, 0, [1]))
-        await deliver(world, "r1", rows(live, 0, [2, 2, 3]))
-        assert live.output == [100, 101, 102, 103]
-        assert not logged(world, ev.RequestResumed)
-
-    run(scenario)
-
-
-def test_after_a_token_that_is_missing_none_is_passed_on_from_there() -> None:
-    async def scenario(world: World) -> None:
-        live = await decoding(world)
-        await deliver(world, "r1", rows(live, 0, [3, 4], F.LENGTH))
-        assert live.output == [100, 101]
-        await anyio.sleep(0.2)
-        [event] = logged(world, ev.RequestResumed)
-        assert event.reason == "its token 3 came where 2 was due"
-        assert [c.attempt for c in started(world)] == [0, 1]
 
     run(scenario)
 

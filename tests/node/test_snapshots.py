@@ -33,9 +33,9 @@ from blitzd.node.observe import new_observations
 from blitzd.node.ports import JournalUnavailable
 from blitzd.node.restore import restore
 from tests.chaos.world import VirtualClock
-from tests.corpus import current
+from tests.corpus import with_faults
 
-CORPUS = current("seed77")
+CORPUS = with_faults()[0]
 RECORDS = list(LogReader(CORPUS).records())
 TURN_ENDS = [after.seq - 1 for after in RECORDS[1:] if not after.cause] + [RECORDS[-1].seq]
 
