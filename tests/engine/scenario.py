@@ -291,7 +291,7 @@ class Cluster:
             tokens, there = source.stepper.held(number)
             assert tokens == len(story.spec.prompt) + len(story.tokens) - 1
             target.copy_from(source, there, here)
-            target.stepper.adopt(number)
+            target.stepper.adopt(number, lease=1)
             assert source.stepper.release([number]) == 1
             story.side, story.finish = 1 - story.side, pb.FinishReason.NONE
             self.did["moved"] += 1
