@@ -83,6 +83,7 @@ def node_config(settings: Settings, state_dir: Path, say: Say) -> NodeConfig:
     _check_device(devices, engine, read_model_file(model_dir).config)
     entry = catalogue.CATALOGUE.get(settings.model.name)
     counts = settings.replicas
+    loaded = counts.prefill + counts.decode + counts.spare * settings.policy.autoscale
     return NodeConfig(
         state_dir=state_dir,
         model_dir=model_dir,
@@ -94,7 +95,7 @@ def node_config(settings: Settings, state_dir: Path, say: Say) -> NodeConfig:
         node=settings.node.name,
         spawn=settings.node.spawn,
         same_node=settings.fabric.same_node,
-        kv_blocks=_kv_blocks(model_dir, engine.kv_mib, counts.prefill + counts.decode),
+        kv_blocks=_kv_blocks(model_dir, engine.kv_mib, loaded),
         devices=devices,
         weights=engine.weights,
         worker_threads=engine.threads,

@@ -143,4 +143,5 @@ def conflicts(settings: Settings) -> list[str]:
             f"engine.max_batch_size: {engine.max_batch_size}; accepted: at most"
             f" engine.max_batch_tokens, {engine.max_batch_tokens}"
         )
+    found += [f"policy.{reason}" for _, reason in settings.policy.conflicts()]
     return found

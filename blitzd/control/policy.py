@@ -113,6 +113,21 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """From recorded values: a name that this version does not know is left out."""
         return cls(**{name: values[name] for name in cls.__struct_fields__ if name in values})
 
+    def conflicts(self) -> list[tuple[str, str]]:
+        """(name, what is wrong and what would be accepted) where each value alone is right."""
+        found = []
+        for high in (n for n in self.__struct_fields__ if "_high_" in n):
+            low = high.replace("_high_", "_low_")
+            most, least = getattr(self, high), getattr(self, low)
+            if most and least >= most:
+                found.append((low, f"{low} is {least}; accepted: less than {high}, {most}"))
+        for role in ("prefill", "decode"):
+            least, most = getattr(self, f"min_{role}"), getattr(self, f"max_{role}")
+            if least > most:
+                name = f"min_{role}"
+                found.append((name, f"{name} is {least}; accepted: up to max_{role}, {most}"))
+        return found
+
     @classmethod
     def bounds(cls) -> dict[str, tuple[int, int]]:
         """The least and the greatest value of each."""

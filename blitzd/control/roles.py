@@ -13,6 +13,7 @@ from blitzd.control.moves import (
     refuse,
     refuse_value,
 )
+from blitzd.control.policy import Policy
 from blitzd.control.resume import fail, leave
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
@@ -125,6 +126,9 @@ def policy_requested(turn: Turn, wanted: ev.PolicyRequested) -> None:
             reason = f"{name} is {new}; accepted: an integer from {least} to {most}"
         else:
             continue
+        refuse_value(turn, "policy", "", name, reason)
+        return
+    for name, reason in Policy.of(values | dict(wanted.values)).conflicts()[:1]:
         refuse_value(turn, "policy", "", name, reason)
         return
     changed = sorted((n, values[n], new) for n, new in dict(wanted.values).items())

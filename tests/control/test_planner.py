@@ -310,6 +310,36 @@ def test_replicas_that_do_both_are_left_alone() -> None:
     assert world.after(60_000) == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            (("prefill_use_low_ppm", 900_000),),
+            "prefill_use_low_ppm is 900000; accepted: less than prefill_use_high_ppm, 800000",
+        ),
+        (
+            (("max_decode", 2), ("min_decode", 3)),
+            "min_decode is 3; accepted: up to max_decode, 2",
+        ),
+    ],
+)
+def test_bounds_that_cross_are_refused(changes: tuple[tuple[str, int], ...], reason: str) -> None:
+    """P1: each value alone is right; together they would make it go up and down for ever."""
+    world = planned("prefill", "decode")
+    assert only(world.feed(ev.PolicyRequested(changes)), ev.CommandRefused).reason == reason
+    off = (("prefill_use_low_ppm", 0), ("prefill_use_high_ppm", 0))
+    assert only(world.feed(ev.PolicyRequested(off)), ev.PolicyChanged)
+
+
+def test_the_planner_can_be_turned_on_and_off_while_the_daemon_runs() -> None:
+    world = Harness().serving("prefill", "prefill", "decode")
+    assert world.after(60_000) == []
+    world.feed(ev.PolicyRequested((("autoscale", 1),)))
+    assert only(world.after(10), ev.PlanHeld).prefill == "down_wait"
+    world.feed(ev.PolicyRequested((("autoscale", 0),)))
+    assert world.after(60_000) == []
+
+
 # Records.
 
 
