@@ -40,7 +40,7 @@ def open_prepared(
     made, Corrupt for weights that are not those that it wrote.
     """
     began = time.monotonic()
-    file, tokenizer = open_description(directory)
+    file, tokenizer = open_model_file(directory), open_tokenizer(directory)
     try:
         found = (directory / "arena.bin").stat().st_size
     except (OSError, ValueError) as error:
@@ -64,10 +64,19 @@ def open_prepared(
     return Prepared(directory, file.config, file.layout, weights, tokenizer)
 
 
-def open_description(directory: Path) -> tuple[ModelFile, Tokenizer]:
-    """All of a prepared model but its weights. Raises InvalidField (model_path)."""
+def open_model_file(directory: Path) -> ModelFile:
+    """Raises InvalidField (model_path)."""
     try:
-        return read_model_file(directory), Tokenizer.from_dir(directory)
+        return read_model_file(directory)
+    except (OSError, ValueError) as error:
+        raise InvalidField(f"model_path: {error}") from error
+
+
+def open_tokenizer(directory: Path) -> Tokenizer:
+    """Takes half a second of a core with a vocabulary of 50,000. Raises InvalidField
+    (model_path)."""
+    try:
+        return Tokenizer.from_dir(directory)
     except (OSError, ValueError) as error:
         raise InvalidField(f"model_path: {error}") from error
 

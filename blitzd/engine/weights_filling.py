@@ -9,7 +9,8 @@ import xxhash
 
 from blitzd.engine.errors import Corrupt
 from blitzd.engine.layout import Section
-from blitzd.engine.prepared import Prepared, open_description
+from blitzd.engine.prepared import Prepared, open_model_file
+from blitzd.engine.tokenizer import Tokenizer
 from blitzd.engine.weights import own_memory
 from blitzd.fabric.arena import available_bytes
 from blitzd.proto.blitzd.engine import v1 as pb
@@ -34,7 +35,7 @@ class Filling:
         Raises InvalidField (model_path), MemoryError.
         """
         self.directory = directory
-        self.file, self.tokenizer = open_description(directory)
+        self.file = open_model_file(directory)
         size, available = self.file.layout.length, available_bytes()
         if size > available:
             raise MemoryError(
@@ -106,9 +107,9 @@ class Filling:
             source=self.source,
         )
 
-    def prepared(self) -> Prepared:
+    def prepared(self, tokenizer: Tokenizer) -> Prepared:
         config, layout = self.file.config, self.file.layout
-        return Prepared(self.directory, config, layout, self.buffer, self.tokenizer)
+        return Prepared(self.directory, config, layout, self.buffer, tokenizer)
 
 
 def _digest(view: memoryview) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import structlog
 
 from blitzd.engine.options import Weights
-from blitzd.engine.prepared import Prepared, open_prepared
+from blitzd.engine.prepared import Prepared, open_prepared, open_tokenizer
 from blitzd.engine.sources import Sources
 from blitzd.engine.weights_filling import Filling
 from blitzd.engine.weights_pull import Peer, WeightPull, peers_of
@@ -71,6 +71,9 @@ class WeightLoader:
         began, resumed_at = time.monotonic(), filling.arrived
         arriving = Offer(filling.digest, filling.buffer, filling.size, lambda: filling.arrived)
         await self.server.offer(arriving)
+        # Beside the transfer, which mostly waits for the network.
+        opening = asyncio.create_task(asyncio.to_thread(open_tokenizer, filling.directory))
+        opening.add_done_callback(lambda done: done.cancelled() or done.exception())
         pull = WeightPull(filling, peers, self._ucx, self._sources, deadline)
         try:
             await pull.run(tell)
@@ -84,7 +87,7 @@ class WeightLoader:
             taken=pull.taken,
             ms=round((time.monotonic() - began) * 1e3),
         )
-        return filling.prepared()
+        return filling.prepared(await opening)
 
     async def give_up(self) -> None:
         """Offers nothing any more. Returns when nobody reads the weights."""

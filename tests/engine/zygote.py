@@ -18,6 +18,7 @@ from blitzd.engine.options import ReplicaOptions
 from blitzd.engine.worker import WorkerOptions, run
 from blitzd.fabric import Identity
 from blitzd.fabric.ucx_env import binding
+from tests.hosts.netns import enter
 
 
 def become_worker(order: dict[str, object], log: str) -> None:
@@ -29,6 +30,8 @@ def become_worker(order: dict[str, object], log: str) -> None:
     if order.pop("staged", False):
         # KV apart from the buffer that peers see, as on a device.
         blitzd.engine.replica.model_device = lambda *_: torch.device("cpu")
+    if namespace := order.pop("namespace", ""):
+        enter(str(namespace))
     replica = ReplicaOptions(**order.pop("replica", {}))  # type: ignore[arg-type]
     options = WorkerOptions(
         identity=Identity.parse(str(order.pop("identity"))),

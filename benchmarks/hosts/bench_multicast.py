@@ -1,0 +1,130 @@
+"""Weights to several hosts at once: a chain as planned, against repeated point to point.
+
+    sudo .venv/bin/python benchmarks/hosts/bench_multicast.py
+
+Hosts are network namespaces, joined over links of limited rate, since unthrottled loopback
+on a few cores is bound by copying. Each count of receivers is run as a chain and point to
+point, in turns; a ratio is the time until the last receiver is whole and checked, over the
+time that the arena's bytes take at the link's goodput, which is that of a plain TCP
+connection measured right before. 1.0 cannot be reached: every hop forwards a whole chunk.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import cyclopts
+from cyclopts import Parameter
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from blitzd.control.multicast import Chain, arrivals
+from blitzd.engine.catalogue import prepared_dir
+from blitzd.engine.layout import read_model_file
+from blitzd.fabric.ucx_env import CHUNK_BYTES
+from tests.engine.workers import Client, zygote
+from tests.hosts.netns import Hosts, hosts, why_not
+from tests.hosts.transfers import alone, chained, multicast, receive, topology_of, workers
+
+COUNTS = (1, 2, 4, 6)
+
+
+def cpu_s(clients: dict[str, Client]) -> float:
+    ticks = 0
+    for client in clients.values():
+        stat = Path(f"/proc/{client.process.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(stat[11]) + int(stat[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(
+    made: Hosts, model: Path, hollow: Path, directory: Path, counts: tuple[int, ...], unicast: bool
+) -> None:
+    size = read_model_file(model).layout.length
+    print(f"arena {size / 1e6:.0f} MB, links {made.rate_mbit:.0f} Mbit/s, {os.cpu_count()} cores")
+    print("receivers  way     goodput   ideal    last  ratio  planned  CPU s")
+    with zygote(directory) as zygotes:
+        for count in counts:
+            targets = [f"h{i + 1}" for i in range(count)]
+            for way in ("chain", "p2p") if unicast else ("chain",):
+                goodput = made.goodput(0, 1)
+                topology = topology_of(made, goodput)
+                chains = chained(topology, "h0", targets) if way == "chain" else []
+                async with workers(zygotes, made, count + 1) as clients:
+                    await receive(clients["h0"], model, [])
+                    before = cpu_s(clients)
+                    took = await multicast(clients, hollow, chains or alone("h0", targets))
+                    spent = cpu_s(clients) - before
+                ideal, last = size / goodput, max(took.values())
+                planned = max(
+                    arrivals(topology, one, size, CHUNK_BYTES)[-1]
+                    for one in chains or [Chain("h0", ("h1",))]
+                ) * (1 if chains else count)
+                print(
+                    f"{count:9}  {way:5} {goodput / 1e6:6.1f} MB/s {ideal:6.2f} s {last:6.2f} s"
+                    f"  {last / ideal:5.3f} {planned:6.2f} s  {spent:5.2f}",
+                    flush=True,
+                )
+
+
+def main(
+    model: Path | None = None,
+    rate: float = 400.0,
+    receivers: Annotated[tuple[int, ...], Parameter(negative=())] = COUNTS,
+    unicast: bool = True,
+) -> int:
+    """Print the table.
+
+    Parameters
+    ----------
+    model
+        A prepared directory; by default the embedded model's with the smallest arena here.
+    rate
+        Of each link and way, Mbit/s.
+    receivers
+        Counts of receivers.
+    unicast
+        Also point to point.
+    """
+    reason = why_not()
+    if reason:
+        print(f"no hosts on this box: {reason}", file=sys.stderr)
+        return 1
+    if model is None:
+        here = sorted(prepared_dir().glob("SmolLM2-135M*"), key=lambda d: arena(d).stat().st_size)
+        if not here:
+            print("no prepared model; run: blitzd up, once", file=sys.stderr)
+            return 1
+        model = here[0]
+    # Told to end, it leaves no namespace behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    directory = Path(tempfile.mkdtemp(prefix="bz"))
+    try:
+        hollow = directory / "hollow"
+        shutil.copytree(model, hollow, ignore=shutil.ignore_patterns("arena.bin"))
+        with hosts(max(receivers) + 1, rate) as made:
+            asyncio.run(measure(made, model, hollow, directory, receivers, unicast))
+    finally:
+        print(
+            *(
+                line[:260]
+                for name in ("h0", "h1", "h2")
+                for line in (directory / f"{name}.log").read_text().splitlines()[-8:]
+            ),
+            sep="\n",
+        ) if os.environ.get("DBG") and (directory / "h1.log").exists() else None
+        shutil.rmtree(directory)
+    return 0
+
+
+def arena(directory: Path) -> Path:
+    return directory / "arena.bin"
+
+
+if __name__ == "__main__":
+    cyclopts.run(main)

@@ -1,0 +1,153 @@
+"""Hosts on one box: network namespaces joined by a switch, each over a link of limited rate.
+
+What runs in one has real sockets to the others and nothing else; files and unix sockets are
+shared, as if the control plane were another network. Needs root and `ip`, `tc`.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+CLONE_NEWNET = 0x40000000
+BURST = "128k"
+LATENCY = "50ms"
+
+T = TypeVar("T")
+
+
+def why_not() -> str:
+    """Why there can be no hosts on this box; empty: there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    name = f"blitzd-probe-{os.getpid()}"
+    done = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return f"ip netns add: {done.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return ""
+
+
+def enter(namespace: str) -> None:
+    """Moves the calling thread (of a process with one thread: the process) there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path(f"/run/netns/{namespace}").open("rb") as handle:
+        if libc.setns(handle.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns {namespace}")
+
+
+class Hosts:
+    """`count` hosts, named by number; made by `hosts`."""
+
+    def __init__(self, count: int, rate_mbit: float) -> None:
+        self.count = count
+        self.rate_mbit = rate_mbit
+        self._prefix = f"bz{os.getpid() % 100_000}"
+        self.switch = f"{self._prefix}s"
+
+    def name(self, host: int) -> str:
+        return f"{self._prefix}h{host}"
+
+    def address(self, host: int) -> str:
+        return f"10.77.0.{host + 1}"
+
+    def up(self) -> None:
+        switch = self.switch
+        _run(f"ip netns add {switch}")
+        options = "type bridge stp_state 0 forward_delay 0 mcast_snooping 0"
+        _run(f"ip -n {switch} link add br0 {options}")
+        _run(f"ip -n {switch} link set br0 up")
+        for host in range(self.count):
+            name, port = self.name(host), f"p{host}"
+            _run(f"ip netns add {name}")
+            _run(f"ip -n {name} link set lo up")
+            _run(f"ip -n {switch} link add {port} type veth peer name eth0 netns {name}")
+            _run(f"ip -n {switch} link set {port} master br0 up")
+            _run(f"ip -n {name} addr add {self.address(host)}/24 dev eth0")
+            _run(f"ip -n {name} link set eth0 up")
+            self.limit(host, self.rate_mbit)
+
+    def limit(self, host: int, rate_mbit: float) -> None:
+        """Both ways of the host's link."""
+        shape = f"root tbf rate {round(rate_mbit * 1e3)}kbit burst {BURST} latency {LATENCY}"
+        _run(f"tc -n {self.name(host)} qdisc replace dev eth0 {shape}")
+        _run(f"tc -n {self.switch} qdisc replace dev p{host} {shape}")
+
+    def cut(self, host: int) -> None:
+        """Takes the switch's port of the host down."""
+        _run(f"ip -n {self.switch} link set p{host} down")
+
+    def mend(self, host: int) -> None:
+        _run(f"ip -n {self.switch} link set p{host} up")
+
+    def down(self) -> None:
+        for name in (self.switch, *map(self.name, range(self.count))):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+    def goodput(self, source: int, target: int, size: int = 32 << 20) -> float:
+        """Bytes a second of one TCP connection between two hosts."""
+        listening = _in_namespace(self.name(target), lambda: _listen(self.address(target)))
+        with listening:
+            port = listening.getsockname()[1]
+            connect = (self.address(target), port)
+            sending = _in_namespace(
+                self.name(source), lambda: socket.create_connection(connect, timeout=5)
+            )
+            receiving, _ = listening.accept()
+            with sending, receiving:
+                sending.settimeout(60)
+                thread = threading.Thread(target=sending.sendall, args=(bytes(size),))
+                began = time.monotonic()
+                thread.start()
+                buffer, left = bytearray(1 << 20), size
+                while left:
+                    left -= receiving.recv_into(buffer, min(left, len(buffer)))
+                took = time.monotonic() - began
+                thread.join()
+        return size / took
+
+
+@contextlib.contextmanager
+def hosts(count: int, rate_mbit: float) -> Iterator[Hosts]:
+    made = Hosts(count, rate_mbit)
+    try:
+        made.up()
+        yield made
+    finally:
+        made.down()
+
+
+def _listen(address: str) -> socket.socket:
+    listening = socket.create_server((address, 0))
+    listening.settimeout(5)
+    return listening
+
+
+def _in_namespace(name: str, make: Callable[[], T]) -> T:
+    """A socket belongs to the namespace that its thread was in when it was made."""
+    made: list[T] = []
+
+    def work() -> None:
+        enter(name)
+        made.append(make())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+def _run(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command}: {done.stderr.strip()}")
