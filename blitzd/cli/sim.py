@@ -12,7 +12,13 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
-from blitzd.sim import kv as kv_module, lab as lab_module, placement_report as placement_module
+from blitzd.cli.sim_zigzag import zigzag
+from blitzd.sim import (
+    kv as kv_module,
+    lab as lab_module,
+    placement_report as placement_module,
+    zigzag as zigzag_module,
+)
 from blitzd.sim.candidates import Space
 from blitzd.sim.coefficients import load_coefficients
 from blitzd.sim.errors import InputError
@@ -32,7 +38,7 @@ PositiveFloat = Annotated[float, Parameter(validator=cyclopts.validators.Number(
 
 
 @contextmanager
-def _failures() -> Iterator[None]:
+def failures() -> Iterator[None]:
     try:
         yield
     except InputError as error:
@@ -49,7 +55,7 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _emit(
+def emit(
     report: dict[str, object], tables: list[Table], as_json: bool, csv_dir: Path | None
 ) -> None:
     if csv_dir is not None:
@@ -120,7 +126,7 @@ def batching(
     options = lab_module.LabOptions(
         batch_size, max_num_seqs, target_ttft_ms, seed, bounded or None, shared_prefix
     )
-    with _failures():
+    with failures():
         if requests is None:
             request_list = generate_fixture(seed)
             out.mkdir(parents=True, exist_ok=True)
@@ -135,7 +141,7 @@ def batching(
         from blitzd.sim.plots import plot_slots
 
         plot_slots(lab.static, lab.continuous, batch_size, plot)
-    _emit(lab.report, lab.tables, json, csv)
+    emit(lab.report, lab.tables, json, csv)
 
 
 @app.command(help_epilogue=kv_module.HELP, help_format="plaintext")
@@ -171,7 +177,7 @@ def kv(
     csv
         Directory for every table as CSV.
     """
-    with _failures():
+    with failures():
         accelerator = find_gpu(gpu)
         if model is None:
             tables = kv_module.default_tables(accelerator)
@@ -184,7 +190,7 @@ def kv(
             )
             account = kv_module.account(shape, accelerator, size, tokens, rate, extra)
             report, tables = account.report, account.tables
-        _emit(sealed(report), tables, json, csv)
+        emit(sealed(report), tables, json, csv)
 
 
 @app.command(help_epilogue=placement_module.HELP, help_format="plaintext")
@@ -248,7 +254,7 @@ def placement(
     csv
         Directory for every table as CSV.
     """
-    with _failures(), _progress("placement") as on_progress:
+    with failures(), _progress("placement") as on_progress:
         shape, accelerator = find_model(model), find_gpu(gpu)
         load = find_workload(workload, shape.max_context)
         measured = (
@@ -271,4 +277,7 @@ def placement(
 
         title = f"{shape.name} on {accelerator.name}"
         plot_pareto(title, described.points, described.chosen, plot)
-    _emit(sealed(described.report), described.tables, json, csv)
+    emit(sealed(described.report), described.tables, json, csv)
+
+
+app.command(zigzag, help_epilogue=zigzag_module.HELP, help_format="plaintext")
