@@ -9,7 +9,7 @@ from blitzd.control.explain import Explanation
 from blitzd.events.json_form import record_json
 from blitzd.events.record import Record
 from blitzd.fsm.diff import Change
-from blitzd.fsm.story import Story
+from blitzd.fsm.story import Milestone, Story
 
 
 def as_document(shown: dict[str, Any]) -> str:
@@ -75,7 +75,7 @@ def as_story(story: Story) -> str:
         where = f" on {step.replica}" if step.replica else ""
         lines.append(
             f"  {step.since_ms:10.3f} ms  {_wall(step.wall_ns)}  {step.seq:>7} <{step.cause:<7}"
-            f" {step.event}{where} → {step.state}"
+            f" {step.event}{where} → {step.state}{_loss(step)}"
         )
     spent = [f"{name} {ms:.3f}" for name, ms in story.phases_ms.items()]
     lines += ["", f"  ms: {', '.join(spent)}"]
@@ -90,6 +90,14 @@ def as_story(story: Story) -> str:
     for cause in story.causes:
         lines.append(f"    {cause.seq} {cause.kind} {cause.type} {_fields(cause.payload)}")
     return "\n".join(lines)
+
+
+def _loss(step: Milestone) -> str:
+    """What a resume lost, and what it kept."""
+    if step.event != "RequestResumed":
+        return ""
+    lost = step.detail
+    return f" ({lost['cause']}: {lost['reason']}; goes on after {lost['output_tokens']} tokens)"
 
 
 def as_explanation(found: Explanation) -> str:

@@ -25,7 +25,7 @@ from blitzd.events import (
 from blitzd.fsm import ClusterState
 from blitzd.fsm.replaying import replay as fold_all
 from tests.control.harness import MS, Harness
-from tests.corpus import corpus, expected_of, with_faults
+from tests.corpus import corpus, current, expected_of, with_faults
 
 WALL_NS = 1_764_435_600_123_456_789
 FAULTS = with_faults()[-1]
@@ -244,6 +244,11 @@ def test_the_story_of_a_request(replay: Any, log: Path) -> None:
     text = replay(log, "--request", 2).out
     assert "request 2: finished (stop)" in text
     assert "r0/1 → r1/1" in text
+
+
+def test_the_story_of_a_request_that_outlived_its_worker(replay: Any) -> None:
+    text = replay(current("resumes"), "--request", 1).out
+    assert "RequestResumed on r0/1 → queued (worker_lost: killed; goes on after 9 tokens)" in text
 
 
 def test_a_request_that_is_not_there_is_named(replay: Any, log: Path) -> None:
