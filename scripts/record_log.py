@@ -83,8 +83,15 @@ def roles() -> list[Record]:
     world.feed(ev.RoleRequested(world.state.requests[1].source, "decode"))
     world.first_token(1)
     world.ended(1)
-    world.feed(ev.DrainRequested("r2", 0))
-    world.feed(ev.DeactivateRequested("r2"))
+    world.arrive(2, max_tokens=200)
+    world.first_token(2)
+    world.imported(2)
+    on = world.state.requests[2].target
+    world.feed(ev.DrainRequested(on, 0))
+    world.feed(ev.DecodeHeld(on, 1, 2))
+    world.imported(2)
+    world.ended(2)
+    world.feed(ev.DeactivateRequested(on))
     return world.log
 
 

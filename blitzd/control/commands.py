@@ -79,6 +79,16 @@ class ImportKv:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldDecode:
+    """Stop decoding after the next token and keep the KV for export."""
+
+    replica: str
+    epoch: int
+    request_id: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseKv:
     """The KV has arrived elsewhere; the source may forget it."""
 
@@ -101,7 +111,7 @@ class ShutDown:
     """Everything accepted has ended: end the workers and the daemon."""
 
 
-BEGINS = (SpawnWorker, LoadModel, StartPrefill, DecodeLocally, ImportKv)
+BEGINS = (SpawnWorker, LoadModel, StartPrefill, DecodeLocally, HoldDecode, ImportKv)
 """Commands that begin something. The others only end or free, which is right whatever the
 log says, so they never wait for it."""
 
@@ -112,6 +122,7 @@ Command = (
     | LoadModel
     | StartPrefill
     | DecodeLocally
+    | HoldDecode
     | ImportKv
     | ReleaseKv
     | CancelRequest

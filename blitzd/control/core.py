@@ -9,7 +9,17 @@ decides again as it did.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from blitzd.control import audit, leases, planner, replicas, requests, restarts, roles, scaling
+from blitzd.control import (
+    audit,
+    handoff,
+    leases,
+    planner,
+    replicas,
+    requests,
+    restarts,
+    roles,
+    scaling,
+)
 from blitzd.control.commands import Command, EndWorker, ShutDown
 from blitzd.control.policy import Policy
 from blitzd.control.resume import fail
@@ -59,6 +69,7 @@ HANDLERS: dict[type[Payload], Callable[[Turn, Any], None]] = {
     ev.RequestArrived: requests.request_arrived,
     ev.ClientLeft: requests.client_left,
     ev.FirstTokenProduced: requests.first_token_produced,
+    ev.DecodeHeld: handoff.decode_held,
     ev.ImportProgressed: leases.import_progressed,
     ev.ImportEnded: leases.import_ended,
     ev.HoldingsReported: audit.holdings_reported,
@@ -115,6 +126,7 @@ class Core:
             scaling.scale(turn)
             roles.settle(turn)
             replicas.tend(turn)
+            handoff.move(turn)
             leases.dispatch(turn)
             requests.dispatch(turn)
             _drain(turn)

@@ -115,6 +115,10 @@ RULES: dict[type[Payload], str] = {
         " blocks are reserved for lease_ttl_ms."
     ),
     ev.MigrationFinished: "The target has the KV (it said so, or ended the request).",
+    ev.RequestMoving: (
+        "A decode replica shuts, more than move_min_tokens may be left, and another has room: it"
+        " moves with its KV. It stays if no lease comes of it."
+    ),
     ev.LeaseExtended: "The target said that it gets on: lease_stall_ms from then, or the cap.",
     ev.LinkCooled: (
         "A transfer broke: the link rests for link_cooldown_ms, doubled with each failure in a"

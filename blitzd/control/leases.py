@@ -11,6 +11,7 @@ tries it, and the first that succeeds heals it. A request whose links are all co
 since the KV is where it was; or it is computed again where the links are better.
 """
 
+from blitzd.control import handoff
 from blitzd.control.commands import ImportKv, ReleaseKv
 from blitzd.control.offers import best_decode, cut_off, has_failed
 from blitzd.control.resume import hand_over_failed, resume, targets_exhausted
@@ -28,6 +29,9 @@ LINK_FAULTS = frozenset({"source", "stalled", "corrupt", "deadline", "target", "
 def start_migration(turn: Turn, request: Request) -> bool:
     """Gives the request a lease. False: it waits, and those behind it wait with it."""
     offer = best_decode(turn.state, turn.policy, request)
+    if offer is None and request.moving:
+        handoff.stay(turn, request)
+        return True
     if offer is None:
         return _without_target(turn, request)
     policy, chosen = turn.policy, offer.replica

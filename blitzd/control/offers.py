@@ -114,6 +114,8 @@ def decode_offer(state: ClusterState, policy: Policy, request: Request, replica:
     free = replica.blocks_total - reserved
     if replica.state not in ACCEPTS_KV:
         refusal = f"it is {replica.state} and accepts no KV"
+    elif replica.id == request.source:
+        refusal = "its KV is there, waiting to go elsewhere"
     elif has_failed(request, replica):
         refusal = "it could not take up the KV of this attempt"
     elif trouble := _link_trouble(state, request.source, replica.id):

@@ -40,6 +40,9 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     link_wait_ms: Milliseconds = 5_000
     """A prefilled request with no other link waits so long for one that cools down; for longer
     ones it is computed again elsewhere, if there is somewhere with a better link."""
+    move_min_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 64
+    """A request that decodes on a replica that shuts moves on with its KV if more tokens than
+    that may be left; 0: it finishes there."""
     kv_checksum_every: Annotated[int, Meta(ge=0, le=1_000_000)] = 16
     """One of so many transfers is verified by checksums; 0: none."""
     audit_grace_ms: Milliseconds = 2_000

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from blitzd.control.core import CORE_VERSION, Core
 from blitzd.events.record import Kind, Record
-from blitzd.events.types import Booted, RequestFailed, RequestResumed
+from blitzd.events.types import Booted, RequestFailed, RequestMoving, RequestResumed
 from blitzd.fsm import ClusterState
 from blitzd.fsm.replaying import replay
 
@@ -62,11 +62,11 @@ def redecide(records: Iterable[Record], state: ClusterState | None = None) -> Re
 
 def _sent_in(turn: list[Record]) -> Callable[[int], int]:
     """What the driver counted when this turn was decided is in the events that needed it."""
-    counted = {
-        record.payload.request_id: record.payload.output_tokens
-        for record in turn
-        if isinstance(record.payload, RequestResumed | RequestFailed)
-    }
+    counted: dict[int, int] = {}
+    for event in (record.payload for record in turn):
+        if isinstance(event, RequestResumed | RequestFailed | RequestMoving):
+            known = counted.get(event.request_id, 0)
+            counted[event.request_id] = max(known, event.output_tokens)
     return lambda request_id: counted.get(request_id, 0)
 
 

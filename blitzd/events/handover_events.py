@@ -89,3 +89,17 @@ class InvariantBroken(Payload, frozen=True, array_like=True):
     """The state itself does not add up: a defect of ours."""
 
     problem: str
+
+
+@record_type(229, Kind.EVENT)
+class RequestMoving(Payload, frozen=True, array_like=True):
+    """A request that decodes on a replica that shuts goes on elsewhere. `step` is asked (it
+    stops after its next token), held (its KV waits for a lease), or stays (it goes on here,
+    since it is nearly done or no lease came of it)."""
+
+    request_id: int
+    replica: str
+    epoch: int
+    step: str
+    output_tokens: int = 0
+    """That the client had when it was asked, or not."""

@@ -314,3 +314,12 @@ class StateAudited(Payload, frozen=True, array_like=True):
     """The state was held against its invariants while nothing ran, and broke some."""
 
     problems: tuple[str, ...]
+
+
+@record_type(33, Kind.INPUT)
+class DecodeHeld(Payload, frozen=True, array_like=True):
+    """The worker has stopped decoding the request and holds its KV."""
+
+    replica: str
+    epoch: int
+    request_id: int

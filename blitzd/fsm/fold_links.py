@@ -2,8 +2,10 @@
 
 from blitzd.events import types as ev
 from blitzd.events.record import Record
-from blitzd.fsm.folding import IllegalEvent, count, folds, lease_of, replica_of
+from blitzd.fsm.fold_requests import settle_down
+from blitzd.fsm.folding import IllegalEvent, count, folds, lease_of, replica_of, request_of
 from blitzd.fsm.link import Link, link_key
+from blitzd.fsm.request import RequestState, next_request_state
 from blitzd.fsm.state import ClusterState
 
 
@@ -17,6 +19,27 @@ def _(state: ClusterState, event: ev.LeaseExtended, record: Record) -> None:
         )
     lease.bytes_moved, lease.expires_ns = event.bytes_moved, event.expires_ns
     state.touch("lease", lease.id)
+
+
+@folds(ev.RequestMoving)
+def _(state: ClusterState, event: ev.RequestMoving, record: Record) -> None:
+    request = request_of(state, event.request_id)
+    replica_of(state, event.replica, event.epoch)
+    here = (request.source or request.target, request.source_epoch or request.target_epoch)
+    if here != (event.replica, event.epoch) or request.lease_id:
+        raise IllegalEvent(f"request {request.id} is not on {event.replica}/{event.epoch} alone")
+    if event.step == "held":
+        request.state = next_request_state(request.id, request.state, "held")
+        request.source, request.source_epoch = request.target, request.target_epoch
+        request.source_blocks = request.target_blocks
+        request.target, request.target_epoch, request.target_blocks = "", 0, 0
+        # Who failed to take it when it was prefilled may take it now.
+        request.tried = ()
+    elif event.step == "stays" and request.state is RequestState.MIGRATING:
+        request.state = next_request_state(request.id, request.state, "stay")
+        settle_down(request)
+    request.moving = event.step
+    state.touch("request", request.id)
 
 
 @folds(ev.KvMismatched)

@@ -114,6 +114,7 @@ def _(state: ClusterState, event: ev.MigrationFinished, record: Record) -> None:
     request.state = next_request_state(request.id, request.state, "arrived")
     fold_plan.moved(state, request, lease, record.mono_ns)
     request.source, request.source_epoch, request.source_blocks = "", 0, 0
+    request.moving = ""
     _close(state, lease, request)
 
 

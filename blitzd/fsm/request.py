@@ -30,6 +30,8 @@ NEXT: dict[tuple[RequestState, str], RequestState] = {
     (R.QUEUED, "prefill"): R.PREFILLING,
     (R.PREFILLING, "first_token"): R.MIGRATING,
     (R.MIGRATING, "arrived"): R.DECODING,
+    # It goes on elsewhere: its replica shuts.
+    (R.DECODING, "held"): R.MIGRATING,
     # Decoded where it was prefilled: on a colocated replica, or one that changes its role.
     (R.PREFILLING, "stay"): R.DECODING,
     (R.MIGRATING, "stay"): R.DECODING,

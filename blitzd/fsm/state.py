@@ -165,6 +165,8 @@ class Request(msgspec.Struct, omit_defaults=True, gc=False):
     """That the client had when this attempt began."""
     losses: tuple[Loss, ...] = ()
     """Those without a new token in between, the last ones."""
+    moving: str = ""
+    """The last step of a move: asked, held, or stays, which is for good."""
     tried: tuple[str, ...] = ()
     """Targets (ID/EPOCH) that the KV of this attempt could not be handed to."""
 

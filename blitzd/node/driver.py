@@ -237,6 +237,8 @@ class Driver:
         elif request.state is RequestState.PREFILLING and made == 1:
             held = int(finish is pb.FinishReason.HELD)
             self._reached(ev.FirstTokenProduced(replica, epoch, live.request_id, held))
+        elif request.state is RequestState.DECODING and finish is pb.FinishReason.HELD:
+            self._reached(ev.DecodeHeld(replica, epoch, live.request_id))
         elif request.state is RequestState.MIGRATING and made == 2:
             # The source made one. What the target makes it makes with the KV.
             self._reached(ev.FirstTokenProduced(replica, epoch, live.request_id, held=0))

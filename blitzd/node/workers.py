@@ -121,6 +121,7 @@ class WorkerPool:
             cmd.LoadModel: self._load,
             cmd.StartPrefill: self._prefill,
             cmd.DecodeLocally: self._decode_locally,
+            cmd.HoldDecode: self._hold,
             cmd.ImportKv: self._import,
             cmd.ReleaseKv: self._release,
             cmd.CancelRequest: self._cancel,
@@ -338,6 +339,15 @@ class WorkerPool:
         worker = self._workers.get((command.replica, command.epoch))
         if worker is not None and live is not None:
             worker.start_request(lambda: worker.calls.decode_locally(command, live))
+
+    def _hold(self, command: cmd.HoldDecode, live: LiveRequest | None) -> None:
+        worker = self._workers.get((command.replica, command.epoch))
+        if worker is not None:
+            wire = wire_id(command.request_id, command.attempt)
+            call = pb.HoldRequestsRequest(request_ids=[wire])
+            # Not here any more: its end is on its way.
+            held = worker.stub.hold_requests(call, timeout=worker.call_s)
+            worker.start(self._insist(worker, held))
 
     def _import(self, command: cmd.ImportKv, live: LiveRequest | None) -> None:
         worker = self._workers.get((command.target, command.target_epoch))

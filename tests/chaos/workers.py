@@ -43,6 +43,9 @@ class VirtualWorker:
     holdings: dict[int, int] = field(default_factory=dict)
     """Id of an attempt -> KV blocks: all that a worker could leak."""
 
+    to_hold: set[int] = field(default_factory=set)
+    """Those that are to stop decoding after their next token."""
+
     @property
     def blocks_used(self) -> int:
         return sum(self.holdings.values())
@@ -111,6 +114,9 @@ class VirtualWorkers:
                 if live is not None and live.runs(command.attempt):
                     target = cmd.LoadModel(command.target, command.target_epoch)
                     self._run(target, self._import, command, Job(live))
+            case cmd.HoldDecode():
+                wire = wire_id(command.request_id, command.attempt)
+                self._with(command, lambda worker: worker.to_hold.add(wire))
             case cmd.ReleaseKv() | cmd.CancelRequest():
                 self._run(command, self._free, wire_id(command.request_id, command.attempt))
             case cmd.ShutDown():
@@ -322,6 +328,10 @@ class VirtualWorkers:
             last = at == job.max_tokens - 1
             if last:
                 del worker.holdings[job.id]
+            elif job.id in worker.to_hold:
+                worker.to_hold.discard(job.id)
+                await self._token(worker, job, at, F.HELD)
+                return
             await self._token(worker, job, at, F.LENGTH if last else F.NONE)
 
     async def _free(self, worker: VirtualWorker, attempt: int) -> None:
