@@ -111,10 +111,6 @@ class ShutDown:
     """Everything accepted has ended: end the workers and the daemon."""
 
 
-BEGINS = (SpawnWorker, LoadModel, StartPrefill, DecodeLocally, HoldDecode, ImportKv)
-"""Commands that begin something. The others only end or free, which is right whatever the
-log says, so they never wait for it."""
-
 Command = (
     SpawnWorker
     | EndWorker
@@ -128,3 +124,12 @@ Command = (
     | CancelRequest
     | ShutDown
 )
+
+
+def waits_for_the_log(command: Command) -> bool:
+    """Whether it begins something; or ends a worker by plan, which must come after its
+    start. The others only end or free, which is right whatever the log says."""
+    if isinstance(command, EndWorker):
+        return command.report
+    begins = SpawnWorker | LoadModel | StartPrefill | DecodeLocally | HoldDecode | ImportKv
+    return isinstance(command, begins)

@@ -93,13 +93,13 @@ def _restarts(turn: Turn, replica_id: str) -> bool:
 
 
 def _restart(turn: Turn, replica: Replica) -> None:
-    if replica.epoch != replica.restart_epoch:
+    if replica.epoch != replica.restart_epoch or replica.worker == "stopping":
         _await_return(turn, replica)
     elif replica.state in SERVING_AS.values():
         if _covered(turn, replica):
             deadline_ns = turn.mono_ns + replica.restart_drain_ms * MS
             moves.shut(turn, replica, "restart", deadline_ns)
-    elif replica.state in STOPS and replica.worker not in ("absent", "stopping"):
+    elif replica.state in STOPS and replica.worker != "absent":
         moves.stop(turn, replica, "restart")
 
 

@@ -9,13 +9,14 @@ them from a worker's step report to the clients, and turns only milestones into 
 import contextlib
 from collections import deque
 from collections.abc import Callable
+from itertools import filterfalse
 from typing import Any
 
 import anyio
 import msgspec
 import structlog
 
-from blitzd.control.commands import BEGINS, Command, ShutDown
+from blitzd.control.commands import Command, ShutDown, waits_for_the_log
 from blitzd.control.core import Core
 from blitzd.control.policy import Policy
 from blitzd.engine.token_logprobs import TokenLogprobs, entries
@@ -299,8 +300,8 @@ class Driver:
             await self._sync()
             if self.read_only:
                 # Nothing begins on a decision that is not on disk.
-                self._held += [c for c in commands if isinstance(c, BEGINS)]
-                commands = [c for c in commands if not isinstance(c, BEGINS)]
+                self._held += filter(waits_for_the_log, commands)
+                commands = list(filterfalse(waits_for_the_log, commands))
         # First: a command is about the attempt that its turn has begun.
         for record in step.records:
             self._tell(record.payload)

@@ -302,6 +302,13 @@ def test_a_restart_that_does_not_come_back_is_given_up_with_the_reason() -> None
     assert ended.reason == "not back after 7000 ms: arena.bin: digest differs"
 
 
+def test_a_restart_whose_worker_does_not_end_is_given_up_too() -> None:
+    world = Harness(drain_ms=1000, restart_limit_ms=5000).serving("prefill", "prefill", "decode")
+    world.feed(ev.RestartRequested("r0", 0))
+    ended = only(world.after(ms=7000), ev.RestartEnded)
+    assert ended.reason == "not back after 7000 ms: it is Inactive with worker stopping"
+
+
 def test_half_of_a_live_pair_does_not_restart() -> None:
     world = Harness().serving("prefill", "decode", "spare")
     world.feed(ev.LivePairRequested("r2", "r0"))

@@ -126,6 +126,23 @@ def test_a_disk_that_was_full_for_a_sync_alone_is_asked_again() -> None:
     run(scenario)
 
 
+def test_a_worker_whose_start_waits_for_the_log_is_not_ended_before_it() -> None:
+    async def scenario(world: World) -> None:
+        await anyio.sleep(0.1)
+        await world.serve()
+        world.disk.full = True
+        await world.driver.post(ev.WorkerExited("r1", 1, "killed"))
+        await world.driver.post(ev.RestartRequested("r1", 0))
+        await anyio.sleep(1)
+        assert world.core.state.replicas["r1"].worker == "stopping"
+        world.disk.full = False
+        await anyio.sleep(1)
+
+    world = run(scenario)
+    told = [c for c, _ in world.workers.done if getattr(c, "replica", "") == "r1"]
+    assert told[-2:] == [cmd.SpawnWorker("r1", 2), cmd.EndWorker("r1", 2, report=True)]
+
+
 def test_a_request_that_nobody_will_decide_any_more_is_refused() -> None:
     async def scenario(world: World) -> None:
         await anyio.sleep(0.1)
