@@ -117,7 +117,7 @@ class RequestResumed(Payload, frozen=True, array_like=True):
 
     request_id: int
     cause: str
-    """worker_lost, handover_failed, engine_error or drain_deadline."""
+    """worker_lost, handover_failed, engine_error, drain_deadline or links_down."""
     reason: str
     replica: str
     """Where it was lost, and the epoch."""

@@ -125,7 +125,7 @@ class Replica(msgspec.Struct, omit_defaults=True, gc=False):
         return 0 if steady else self.failures
 
 
-RESUME_CAUSES = ("worker_lost", "handover_failed", "engine_error", "drain_deadline")
+RESUME_CAUSES = ("worker_lost", "handover_failed", "engine_error", "drain_deadline", "links_down")
 
 
 class Loss(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -6,6 +6,7 @@ import xxhash
 from blitzd.control.policy import Policy
 from blitzd.events import types as ev
 from blitzd.events.record import Record
+from blitzd.fsm.state import RESUME_CAUSES
 from tests.chaos.workers import Faults, token_at
 
 
@@ -53,9 +54,7 @@ class Lives:
                 return self._in_a_row[failed.request_id] == self._policy.max_resumes
             case "engine_error" if arrived.resumable:
                 return self._faults.refusal > 0
-            case "engine_error" | "worker_lost" | "handover_failed":
-                return not arrived.resumable
-            case "drain_deadline":
-                # Nobody else served its role, or it was not to be computed again.
-                return not arrived.resumable or failed.reason.startswith("replica ")
-        return False
+            case "drain_deadline" if arrived.resumable:
+                # Nobody else served its role.
+                return failed.reason.startswith("replica ")
+        return failed.code in RESUME_CAUSES and not arrived.resumable
