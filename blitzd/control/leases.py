@@ -63,7 +63,9 @@ def _without_target(turn: Turn, request: Request) -> bool:
     if any(link is None for link in links):
         return bool(request.tried)
     cool_ns = min(link.cool_ns for link in links if link is not None)
-    if cool_ns > turn.mono_ns + turn.policy.link_wait_ms * MS and _better_source(turn, request):
+    too_long = cool_ns > turn.mono_ns + turn.policy.link_wait_ms * MS
+    # What may not be computed again waits: its KV is whole, and a link may heal.
+    if too_long and request.resumable and _better_source(turn, request):
         reason = f"its links to {', '.join(target.id for target in targets)} are down"
         on = (request.source, request.source_epoch)
         resume(turn, request, "links_down", on, reason)

@@ -61,6 +61,7 @@ def rolling_restart_stop_requested(turn: Turn, _: ev.RollingRestartStopRequested
 def advance(turn: Turn) -> None:
     """Takes every restart, and all that stand in for one, as far as they can go now."""
     if turn.state.node.phase != "running":
+        _call_off(turn)
         return
     _roll(turn)
     for replica_id in sorted(turn.state.index.restarting):
@@ -69,6 +70,17 @@ def advance(turn: Turn) -> None:
             _restart(turn, replica)
         if replica.stands_in and not _restarts(turn, replica.stands_in):
             _release(turn, replica)
+
+
+def _call_off(turn: Turn) -> None:
+    """A node that stops restarts nobody any more: who still has its worker serves on, since
+    somebody who was accepted may wait for it."""
+    for replica_id in sorted(turn.state.index.restarting):
+        replica = turn.state.replicas[replica_id]
+        if replica.restart_epoch == replica.epoch and replica.state in SHUTTING:
+            end(turn, replica, "the node stops")
+            if not replica.cordoned:
+                moves.revive(turn, replica)
 
 
 def _release(turn: Turn, stand_in: Replica) -> None:

@@ -40,6 +40,8 @@ class Delivery:
         self._clock = clock
         self._post = post
         self._reached = reached
+        self._said: dict[str, ev.OccupancyReported] = {}
+        """Posted last, by replica."""
 
     async def deliver(self, replica: str, epoch: int, report: pb.StepReport) -> None:
         now = self._clock.mono_ns()
@@ -59,9 +61,7 @@ class Delivery:
             await self._post(ev.TokensOutdated(replica, epoch, outdated))
         await self._post_errors(replica, epoch, report)
         occupancy = (report.blocks_used, report.running)
-        known = self._core.state.replicas.get(replica)
-        if known is None or (known.blocks_sampled, known.running_sampled) != occupancy:
-            await self._post(ev.OccupancyReported(replica, epoch, *occupancy))
+        await self._post_occupancy(ev.OccupancyReported(replica, epoch, *occupancy))
 
     def _addressed(self, replica: str, epoch: int, wire: int) -> tuple[LiveRequest | None, bool]:
         """(whom a worker's word is for, if anybody; whether the request goes on, but this
@@ -88,9 +88,23 @@ class Delivery:
             self._reached(ev.FirstTokenProduced(replica, epoch, live.request_id, held))
         elif request.state is RequestState.DECODING and finish is pb.FinishReason.HELD:
             self._reached(ev.DecodeHeld(replica, epoch, live.request_id))
-        elif request.state is RequestState.MIGRATING and made == 2:
-            # The source made one. What the target makes it makes with the KV.
+        elif request.lease_id != live.arrived and _on_target(request, replica, epoch):
+            # What the target makes it makes with the KV. Its word of that may come later, or
+            # never; the source must not go on from fewer tokens than the client has got.
+            live.arrived = request.lease_id
             self._reached(ev.FirstTokenProduced(replica, epoch, live.request_id, held=0))
+
+    async def _post_occupancy(self, said: ev.OccupancyReported) -> None:
+        """Unless it is known. What was said last may still be in the inbox, behind what the
+        state has."""
+        known = self._core.state.replicas.get(said.replica)
+        new = known is None or (known.blocks_sampled, known.running_sampled) != (
+            said.blocks_used,
+            said.running,
+        )
+        if new or self._said.get(said.replica) != said:
+            self._said[said.replica] = said
+            await self._post(said)
 
     async def _post_errors(self, replica: str, epoch: int, report: pb.StepReport) -> None:
         alone = report.failed_alone or [True] * len(report.failed_ids)
@@ -123,6 +137,11 @@ class Delivery:
             live.first_token_ns = now
             self._observations.ttft_s.observe((now - live.submitted_ns) / 1e9)
         live.last_token_ns = now
+
+
+def _on_target(request: Request, replica: str, epoch: int) -> bool:
+    on = (request.target, request.target_epoch)
+    return request.state is RequestState.MIGRATING and on == (replica, epoch)
 
 
 def _owns(request: Request, replica: str, epoch: int) -> bool:

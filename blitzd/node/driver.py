@@ -16,7 +16,7 @@ import anyio
 import msgspec
 import structlog
 
-from blitzd.control.commands import Command, ShutDown, waits_for_the_log
+from blitzd.control.commands import Command, ImportKv, ShutDown, waits_for_the_log
 from blitzd.control.core import Core
 from blitzd.control.policy import Policy
 from blitzd.events import types as ev
@@ -253,8 +253,14 @@ class Driver:
         if self.read_only:
             log.info("the event log takes records again")
             self.read_only = ""
-            held, self._held = self._held, []
-            for command in held:
+            self._perform_held()
+
+    def _perform_held(self) -> None:
+        held, self._held = self._held, []
+        for command in held:
+            # The cancel of a lease that has ended waited for nothing, and nobody would hear
+            # what comes of it now. What else is over, its replica or attempt is, too.
+            if not isinstance(command, ImportKv) or command.lease_id in self.core.state.leases:
                 self._perform(command)
 
     async def _sync(self) -> None:

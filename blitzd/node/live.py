@@ -36,6 +36,8 @@ class LiveRequest:
         self.seed = seed
         self.attempt = 0
         """Resumes so far."""
+        self.arrived = 0
+        """The last lease whose target has made a token."""
         self.output: list[int] = []
         self._scored = 1
         """The next prompt position whose logprobs the client has not got."""

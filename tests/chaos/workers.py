@@ -43,6 +43,9 @@ class VirtualWorker:
     holdings: dict[int, int] = field(default_factory=dict)
     """Id of an attempt -> KV blocks: all that a worker could leak."""
 
+    made: dict[int, int] = field(default_factory=dict)
+    """Id of an attempt -> output tokens that it has been given or has made: what its KV is of."""
+
     to_hold: set[int] = field(default_factory=set)
     """Those that are to stop decoding after their next token."""
 
@@ -104,7 +107,7 @@ class VirtualWorkers:
                 self._with(command, lambda worker: worker.holdings.clear())
             case cmd.DecodeLocally():
                 if live is not None and live.runs(command.attempt):
-                    self._run(command, self._decode, Job(live))
+                    self._run(command, self._go_on, Job(live))
             case cmd.LoadModel():
                 self._run(command, self._load, command.peers)
             case cmd.StartPrefill():
@@ -255,6 +258,7 @@ class VirtualWorkers:
             del worker.holdings[job.id]
             await self._errors(worker, [job.id], "no such token", alone=True)
             return
+        worker.made[job.id] = job.sent + 1
         if job.sent + 1 == job.max_tokens:
             del worker.holdings[job.id]
             await self._token(worker, job, job.sent, F.LENGTH)
@@ -302,6 +306,8 @@ class VirtualWorkers:
         fault = ""
         if source is None or not source.alive or source.holdings.get(job.id) is None:
             fault = "not_held"
+        elif source.made[job.id] != job.sent:
+            fault = "mismatch"
         elif self._random.random() < self.faults.stalled_import:
             # Neither bytes nor words: the lease ends it, or whoever frees the request.
             return
@@ -318,13 +324,19 @@ class VirtualWorkers:
         assert worker.group is not None
         arrived = ev.ImportEnded(command.lease_id, 1000, 10)
         worker.group.start_soon(self._post, worker, arrived)
+        worker.made[job.id] = job.sent
         await self._decode(worker, job, job.sent)
 
-    async def _decode(self, worker: VirtualWorker, job: Job, begin: int | None = None) -> None:
-        for at in range(job.sent if begin is None else begin, job.max_tokens):
+    async def _go_on(self, worker: VirtualWorker, job: Job) -> None:
+        """From where its KV ends, whatever its client has got elsewhere meanwhile."""
+        await self._decode(worker, job, worker.made.get(job.id, job.sent))
+
+    async def _decode(self, worker: VirtualWorker, job: Job, begin: int) -> None:
+        for at in range(begin, job.max_tokens):
             await self._pause(worker, STEP_S)
             if job.id not in worker.holdings:
                 return
+            worker.made[job.id] = at + 1
             last = at == job.max_tokens - 1
             if last:
                 del worker.holdings[job.id]

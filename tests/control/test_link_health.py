@@ -116,6 +116,22 @@ def test_for_a_long_rest_it_is_computed_where_the_links_are_better() -> None:
     assert world.state.requests[3].source == "r1"
 
 
+def test_what_may_not_be_computed_again_waits_for_a_link_and_is_served() -> None:
+    """Its KV is whole: a link that is down for long is no reason to fail it."""
+    world = serving("prefill", "prefill", "decode", link_cooldown_ms=60_000, link_wait_ms=1)
+    handing_over(world, 1)
+    world.feed(ev.RequestArrived(2, 100, 64, 7, 0, resumable=0))
+    assert world.state.requests[2].source == "r0"
+    broken(world, 1)
+    world.feed(ev.ClientLeft(1))
+    world.sent[2] = 1
+    world.first_token(2)
+    assert world.request_state(2) is RequestState.MIGRATING
+    world.after(ms=60_000)
+    world.imported(2)
+    only(world.ended(2), ev.RequestFinished)
+
+
 def test_with_nowhere_better_it_waits_and_is_served_in_the_end() -> None:
     world = serving("prefill", "decode", link_cooldown_ms=60_000, link_wait_ms=1)
     handing_over(world, 1)

@@ -31,7 +31,10 @@ class Recorder:
 
 
 class World:
-    def __init__(self, disk: VirtualDisk | None = None) -> None:
+    def __init__(
+        self, disk: VirtualDisk | None = None, roles: tuple[str, ...] = ("prefill", "decode")
+    ) -> None:
+        self.replicas = tuple((f"r{i}", role) for i, role in enumerate(roles))
         self.disk = disk or VirtualDisk()
         self.workers = Recorder(self.disk)
         self.core = Core(ClusterState())
@@ -39,22 +42,25 @@ class World:
         self.driver = Driver(self.core, self.disk, clock, observations, lambda: 7, 1)
 
     async def run(self) -> None:
-        replicas = (("r0", "prefill"), ("r1", "decode"))
         policy = Policy().pairs()
-        boot = ev.Booted(1, "t", "local", replicas, policy, CORE_VERSION)
+        boot = ev.Booted(1, "t", "local", self.replicas, policy, CORE_VERSION)
         await self.driver.run(self.workers, boot)
 
     async def serve(self) -> None:
-        for replica in ("r0", "r1"):
+        for replica, _ in self.replicas:
             await self.driver.post(ev.WorkerStarted(replica, 1, 1))
             await self.driver.post(ev.WorkerDescribed(replica, 1, 1))
             await self.driver.post(ev.LoadEnded(replica, 1, "d", "map", 2, 2, 64, 64))
         await anyio.sleep(0.1)
 
 
-def run(scenario: Callable[[World], Awaitable[None]], limit_s: float = 100) -> World:
+def run(
+    scenario: Callable[[World], Awaitable[None]],
+    limit_s: float = 100,
+    roles: tuple[str, ...] = ("prefill", "decode"),
+) -> World:
     async def main() -> World:
-        world = World()
+        world = World(roles=roles)
         with anyio.fail_after(limit_s):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(world.run)

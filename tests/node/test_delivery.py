@@ -4,10 +4,12 @@ position once, cache hits of the first prefill only."""
 import anyio
 
 from blitzd.engine.token_logprobs import TokenLogprobs
+from blitzd.events import types as ev
 from blitzd.node.face import Delta, GenerateRequest
 from blitzd.node.live import LiveRequest
 from blitzd.node.worker_calls import wire_request
 from blitzd.proto.blitzd.engine import v1 as pb
+from tests.node.driven import World, run
 
 
 async def _nobody(request_id: int) -> None:
@@ -87,3 +89,21 @@ def test_every_parameter_goes_to_the_worker_and_prompt_logprobs_only_the_first_t
     live.push("a", 4, score(-3))
     expected.prompt_logprobs = None
     assert pb.Request.parse(bytes(wire_request(live))).sampling == expected
+
+
+def test_what_is_in_use_is_what_was_said_last_however_slow_the_log_is() -> None:
+    """Blocks that are free again must not stay in the gauges because the word of their use was
+    still in the inbox when that of their end came."""
+
+    async def scenario(world: World) -> None:
+        await anyio.sleep(0.1)
+        await world.serve()
+        await world.driver.post(ev.DrainRequested("r1", 0))  # its turn waits for the disk
+        for blocks, running in ((5, 1), (0, 0)):
+            report = pb.StepReport(blocks_used=blocks, running=running)
+            await world.driver.deliver("r0", 1, report)
+        await anyio.sleep(0.1)
+        replica = world.core.state.replicas["r0"]
+        assert (replica.blocks_sampled, replica.running_sampled) == (0, 0)
+
+    run(scenario)

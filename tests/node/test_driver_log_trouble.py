@@ -143,6 +143,37 @@ def test_a_worker_whose_start_waits_for_the_log_is_not_ended_before_it() -> None
     assert told[-2:] == [cmd.SpawnWorker("r1", 2), cmd.EndWorker("r1", 2, report=True)]
 
 
+def test_a_hand_over_that_waited_for_the_log_until_it_was_over_does_not_begin() -> None:
+    """Its cancel was sent meanwhile, so nothing would end what it begins."""
+
+    async def scenario(world: World) -> None:
+        await anyio.sleep(0.1)
+        await world.serve()
+        await world.driver.post(ev.DrainRequested("r1", 0))
+        await anyio.sleep(0.1)
+        live = await world.driver.generate(REQUEST)
+        first = pb.StepReport(
+            request_ids=[wire_id(live.request_id, 0)],
+            token_ids=[5],
+            texts=["five"],
+            finish=[pb.FinishReason.HELD],
+        )
+        await world.driver.deliver("r0", 1, first)
+        await anyio.sleep(0.1)
+        world.disk.full = True
+        await world.driver.post(ev.UndrainRequested("r1"))
+        await anyio.sleep(0.1)
+        assert list(world.core.state.leases) == [1]
+        await anyio.sleep(world.core.state.node.policy["lease_stall_ms"] / 1000 + 0.1)
+        assert not world.core.state.leases
+        world.disk.full = False
+        await anyio.sleep(1)
+        assert not world.driver.read_only
+
+    world = run(scenario)
+    assert cmd.ImportKv not in world.workers.kinds()
+
+
 def test_a_request_that_nobody_will_decide_any_more_is_refused() -> None:
     async def scenario(world: World) -> None:
         await anyio.sleep(0.1)
