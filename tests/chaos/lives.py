@@ -54,6 +54,8 @@ class Lives:
                 return self._in_a_row[failed.request_id] == self._policy.max_resumes
             case "engine_error" if arrived.resumable:
                 return self._faults.refusal > 0
+            case "links_down":
+                return False  # its KV is whole: it waits
             case "drain_deadline" if arrived.resumable:
                 # Nobody else served its role.
                 return failed.reason.startswith("replica ")
