@@ -4,7 +4,6 @@ Each command is answered once what it led to is on disk. Each may be repeated: w
 already leads to nothing, and `events` is empty.
 """
 
-import math
 from typing import Any
 
 import msgspec
@@ -80,7 +79,7 @@ class AdminVerbs:
         body = await self._body(request, "deadline_s", "stop")
         if "stop" not in body:
             return await self._do(Restart("", _deadline(body)))
-        if body != {"stop": True}:
+        if not _only_true(body, "stop"):
             raise bad_request(f"stop is {shown(body['stop'])}; accepted: true, alone", param="stop")
         return await self._do(StopRestarts())
 
@@ -99,7 +98,7 @@ class AdminVerbs:
     async def scale(self, request: web.Request) -> web.Response:
         body = await self._body(request, "prefill", "decode", "remove", "auto")
         if "auto" in body:
-            if body != {"auto": True}:
+            if not _only_true(body, "auto"):
                 raise bad_request(
                     "auto is accepted alone and as true: the planner decides the counts",
                     param="auto",
@@ -113,7 +112,9 @@ class AdminVerbs:
                 "remove is accepted alone: prefill and decode say how many there are to be",
                 param="remove",
             )
-        return await self._do(Remove(_required(body, "remove")))
+        # Whatever it is, no string or not: only what is there goes on.
+        replica = self._shown(_required(body, "remove"))
+        return await self._do(Remove(replica["id"]))
 
     async def plan(self, _: web.Request) -> web.Response:
         state = self._node.state()
@@ -176,6 +177,11 @@ def _required(body: dict[str, Any], name: str) -> Any:
     return body[name]
 
 
+def _only_true(body: dict[str, Any], name: str) -> bool:
+    """Whether it is there alone, and JSON's true: 1 is none, whatever Python says."""
+    return len(body) == 1 and body[name] is True
+
+
 def _integer(body: dict[str, Any], name: str, low: int, high: int) -> int:
     value = _required(body, name)
     # JSON's true is no number, whatever Python says.
@@ -191,7 +197,8 @@ def _deadline(body: dict[str, Any]) -> float | None:
     if value is None:
         return None
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not (math.isfinite(value) and 0 <= value <= MAX_DEADLINE_S):
+    # An integer may be too large for any float.
+    if not number or not 0 <= value <= MAX_DEADLINE_S:
         raise bad_request(
             f"deadline_s is {shown(value)}; accepted: seconds from 0 to {MAX_DEADLINE_S:.0f}",
             param="deadline_s",

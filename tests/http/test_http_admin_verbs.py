@@ -73,8 +73,10 @@ def test_a_command_reaches_the_node_and_its_events_come_back(
         ("/admin/replicas/p0/drain", {"deadline_s": -1}, "deadline_s", "seconds from 0"),
         ("/admin/replicas/p0/drain", {"deadline_s": 1e9}, "deadline_s", "to 604800"),
         ("/admin/replicas/p0/drain", {"deadline_s": True}, "deadline_s", "seconds from 0"),
+        ("/admin/replicas/p0/drain", {"deadline_s": 10**400}, "deadline_s", "to 604800"),
         ("/admin/replicas/p0/restart", {"deadline_s": "3"}, "deadline_s", "seconds from 0"),
         ("/admin/restart", {"stop": 1, "deadline_s": 3}, "stop", "true, alone"),
+        ("/admin/restart", {"stop": 1}, "stop", "true, alone"),
         ("/admin/replicas/p0/undrain", {"deadline_s": 3}, "deadline_s", "unknown parameter"),
         ("/admin/replicas/p0/mutate", {}, "role", "missing"),
         ("/admin/replicas/p0/mutate", {"role": "juggler"}, "role", "prefill, decode, colocated"),
@@ -83,6 +85,7 @@ def test_a_command_reaches_the_node_and_its_events_come_back(
         ("/admin/scale", {"prefill": 1.5, "decode": 1}, "prefill", "an integer from 0"),
         ("/admin/scale", {"prefill": True, "decode": 1}, "prefill", "an integer from 0"),
         ("/admin/scale", {"prefill": 1, "decode": 1, "remove": "d0"}, "remove", "alone"),
+        ("/admin/scale", {"auto": 1}, "auto", "alone and as true"),
         ("/admin/scale", {"auto": 1, "decode": 1}, "auto", "alone and as true"),
         ("/admin/policy", {}, None, "drain_ms, mutate_after_load"),
         ("/admin/policy", {"drain_ns": 3}, "drain_ns", "did you mean drain_ms?"),
@@ -110,7 +113,7 @@ def test_a_bad_body_is_refused_by_the_field_and_reaches_nobody(
         ("/admin/replicas/x9/mutate", {"role": "decode"}),
         ("/admin/replicas/%FF/deactivate", {}),
         ("/admin/scale", {"remove": "x9"}),
-        ("/admin/scale", {"remove": 9}),
+        *(("/admin/scale", {"remove": wanted}) for wanted in (9, "", 0, False, [], {}, ["p0"])),
     ],
 )
 def test_a_replica_that_is_not_there_is_a_404_and_not_in_the_log(path: str, body: Any) -> None:
