@@ -27,7 +27,7 @@ for name, where, text in (
     ("log", "log:app", "Look into the event log on disk, check it, repair it."),
     ("replay", "replay:replay", "Fold a log: states, stories, reasons, traces."),
     ("client", "client:client", "A recorded load on a running server, with a report."),
-    ("sim", "sim:app", "The scheduler lab, placement search and KV accounting."),
+    ("sim", "sim:app", "Scheduler lab, placement search, KV accounting, the zigzag in the model."),
     ("bench", "bench:app", "How fast the parts are, on this machine."),
     ("worker", "worker:worker", "One engine worker. The daemon starts it."),
 ):

@@ -17,7 +17,8 @@ class TokenBytes(Protocol):
 
 class Detokenizer:
     """One per request. Never gives a part of a UTF-8 character, nor text that may still
-    turn out to be the beginning of a stop string, nor anything from a stop string on.
+    turn out to be the beginning of a stop string, nor anything from a stop string on. Of
+    several the one that is complete first ends the output, wherever the tokens' borders are.
 
     Cost per token grows with the token's own length and with the longest stop string, not
     with the output.
@@ -64,11 +65,11 @@ class Detokenizer:
         if not text:
             return "", False
         pending = self._held + text
-        found = [at for stop in self._stop if (at := pending.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stop if (at := pending.find(stop)) >= 0]
         if found:
             self.stopped = True
             self._held = ""
-            return pending[: min(found)], True
+            return pending[: min(found)[1]], True
         keep = self._undecided(pending)
         self._held = pending[len(pending) - keep :]
         return pending[: len(pending) - keep], False

@@ -88,10 +88,15 @@ class Oracle:
                 exempt += piece
                 continue
             text += piece
-            found = [i for stop in sampling.stop if (i := text.find(stop)) >= 0]
+            found = _stops(text, sampling.stop)
             if found:
-                return exempt + text[: min(found)], count
+                return exempt + text[: found[0][1]], count
         # What a character cut short leaves is no token's text, but is not shown after a stop.
         text += decoder.decode(b"", final=True)
-        found = [i for stop in sampling.stop if (i := text.find(stop)) >= 0]
-        return exempt + text[: min(found, default=len(text))], None
+        found = _stops(text, sampling.stop)
+        return exempt + (text[: found[0][1]] if found else text), None
+
+
+def _stops(text: str, stop: Sequence[str]) -> list[tuple[int, int]]:
+    """(end, start) of the stop strings in `text`, the one that is complete first before."""
+    return sorted((at + len(one), at) for one in stop if (at := text.find(one)) >= 0)

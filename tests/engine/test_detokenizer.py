@@ -57,8 +57,11 @@ def test_what_was_held_comes_with_flush() -> None:
     assert run([b"one EN"], ("END",)) == (["one ", "EN"], False)
 
 
-def test_the_earliest_stop_string_wins() -> None:
+def test_the_stop_string_that_is_complete_first_wins() -> None:
     assert run([b"a, b. c"], (".", ",")) == (["a"], True)
+    for pieces in ([b"xabc"], [b"xa", b"b", b"c"]):
+        texts, stopped = run(pieces, ("abc", "b"))
+        assert ("".join(texts), stopped) == ("xa", True)
 
 
 def test_text_after_the_stop_is_gone_for_good() -> None:
@@ -83,9 +86,9 @@ def test_streaming_equals_cutting_the_whole(text: str, cuts: list[int], stop: li
     bounds = sorted({0, len(data), *(cut for cut in cuts if cut <= len(data))})
     pieces = [data[a:b] for a, b in pairwise(bounds)]
     streamed, stopped = run(pieces, tuple(stop))
-    found = [at for s in stop if (at := text.find(s)) >= 0]
+    found = [(at + len(s), at) for s in stop if (at := text.find(s)) >= 0]
     assert stopped == bool(found)
-    assert "".join(streamed) == (text[: min(found)] if found else text)
+    assert "".join(streamed) == (text[: min(found)[1]] if found else text)
 
 
 @given(text=texts, stop=stops, keep=st.integers(0, 30))
