@@ -12,6 +12,7 @@ import cyclopts
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from blitzd.engine import catalogue
 from blitzd.engine.layout import layout_of, read_model_file
@@ -103,7 +104,9 @@ def inspect(model: str, *, json: bool = False) -> int:
         return 0
     table = Table(show_header=False)
     for key, value in found.items():
-        table.add_row(key, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
+        text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        # As it is: what a file calls itself is neither markup nor a terminal's commands.
+        table.add_row(key, Text("".join(c if c.isprintable() else "\ufffd" for c in text)))
     Console().print(table)
     return 0
 

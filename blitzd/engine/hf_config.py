@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from blitzd.engine.bounded_files import read_json
-from blitzd.engine.model_config import LIMITS
+from blitzd.engine.model_config import LIMITS, check_theta
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -37,7 +37,7 @@ class HfConfig:
         self._values = read_json(directory / "config.json")
         names = self._values.get("architectures")
         name = names[0] if isinstance(names, list) and names else None
-        if name not in ARCHITECTURES:
+        if not isinstance(name, str) or name not in ARCHITECTURES:
             raise ValueError(
                 f"{directory}: architecture {name!r}; supported are {', '.join(ARCHITECTURES)}"
             )
@@ -48,7 +48,7 @@ class HfConfig:
         self.heads = self._bounded("num_attention_heads", "heads")
         self.kv_heads = self.integer("num_key_value_heads", self.heads)
         self.head_dim = self._head_dim()
-        self.tied_head = bool(self._values.get("tie_word_embeddings", False))
+        self.tied_head = self._flag("tie_word_embeddings")
         self.rope_theta, self.rope_factors = self._rope()
         self.sliding_window = self._window()
 
@@ -71,6 +71,12 @@ class HfConfig:
     def number(self, key: str, default: float) -> float:
         value = self._values.get(key, default)
         return _number(f"{self.directory}: {key}", value)
+
+    def _flag(self, key: str) -> bool:
+        value = self._values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{self.directory}: {key} is {value!r}; true or false is needed")
+        return bool(value)
 
     @property
     def bos_token_id(self) -> int | None:
@@ -125,6 +131,7 @@ class HfConfig:
             theta = _number(
                 "rope_theta", rope.get("rope_theta", self._values.get("rope_theta", 10000.0))
             )
+            check_theta(theta)
             return theta, rope_factors(rope, theta, self.head_dim)
         except ValueError as error:
             raise ValueError(f"{self.directory}: {error}") from None
@@ -133,7 +140,7 @@ class HfConfig:
         """0 when every layer sees all. Qwen2 may let its first layers see all and the others
         a window, which we do not compute; Llama has no windows."""
         window = {"llama": None}.get(self.architecture, self._values.get("sliding_window", _WINDOW))
-        if self.architecture == "qwen2" and not self._values.get("use_sliding_window", False):
+        if self.architecture == "qwen2" and not self._flag("use_sliding_window"):
             window = None
         kinds = self._values.get("layer_types")
         if kinds is None and self.architecture == "qwen2" and window is not None:
@@ -166,15 +173,16 @@ def rope_factors(rope: dict[str, Any], theta: float, head_dim: int) -> tuple[flo
     if kind == "default":
         return ()
     factor = _number("rope factor", rope.get("factor"))
-    if factor < 1:
-        raise ValueError(f"rope factor is {factor}; at least 1 is needed")
+    longest = LIMITS["context_tokens"]
+    if not 1 <= factor <= longest:
+        raise ValueError(f"rope factor is {factor}; it must be between 1 and {longest}")
     if kind == "linear":
         return (factor,) * (head_dim // 2)
     low, high, original = (
         _number(key, rope.get(key))
         for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     )
-    if not 0 < low < high or original <= 0:
+    if not 0 < low < high <= longest or not 0 < original <= longest:
         raise ValueError(
             f"low_freq_factor {low} and high_freq_factor {high} over "
             f"{original} positions make no sense"
@@ -193,6 +201,11 @@ def rope_factors(rope: dict[str, Any], theta: float, head_dim: int) -> tuple[flo
 
 
 def _number(what: str, value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"{what} is {value!r}; a number is needed")
-    return float(value)
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number = float(value)
+            if math.isfinite(number):
+                return number
+    except OverflowError:
+        pass
+    raise ValueError(f"{what} is {value!r}; a number is needed")

@@ -93,6 +93,20 @@ def _section_shapes(config: ModelConfig) -> list[tuple[str, list[tuple[str, tupl
     return sections
 
 
+def part_rows(config: ModelConfig, tensor: str) -> tuple[int, ...]:
+    """Rows of each of the published tensors that lie one below the other in the arena's."""
+    kind = tensor.rpartition(".")[2]
+    q, kv, hidden = config.q_rows, config.kv_rows, config.hidden
+    rows = {
+        "embed": (config.vocab,),
+        "head": (config.vocab,),
+        "qkv": (q, kv, kv),
+        "qkv_bias": (q, kv, kv),
+        "gate_up": (config.ffn, config.ffn),
+    }
+    return rows.get(kind, (hidden,))
+
+
 def layout_of(config: ModelConfig) -> Layout:
     """The layout that `config` implies. Matrices are [out, in], so that y = x W^T."""
     element = DTYPE_BYTES[config.dtype]

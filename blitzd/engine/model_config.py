@@ -84,8 +84,7 @@ def check_config(config: ModelConfig) -> None:
         raise ValueError(f"head_dim is {config.head_dim}; rotary embedding needs it even")
     if not 0.0 < config.norm_eps < 1.0:
         raise ValueError(f"norm_eps is {config.norm_eps}; it must be between 0 and 1")
-    if not 1.0 <= config.rope_theta < 1e12:
-        raise ValueError(f"rope_theta is {config.rope_theta}; it must be between 1 and 1e12")
+    check_theta(config.rope_theta)
     if config.rope_factors and len(config.rope_factors) != config.head_dim // 2:
         raise ValueError(
             f"rope_factors has {len(config.rope_factors)} values; head_dim needs "
@@ -95,6 +94,13 @@ def check_config(config: ModelConfig) -> None:
         raise ValueError(f"rope_factors has {min(config.rope_factors)}; at least 1 is needed")
     if config.sliding_window < 0:
         raise ValueError(f"sliding_window is {config.sliding_window}; 0 means no window")
-    for token in config.eos_token_ids:
+    ends = [("eos", token) for token in config.eos_token_ids]
+    begins = [] if config.bos_token_id is None else [("bos", config.bos_token_id)]
+    for kind, token in begins + ends:
         if not 0 <= token < config.vocab:
-            raise ValueError(f"eos token {token} is outside the vocabulary of {config.vocab}")
+            raise ValueError(f"{kind} token {token} is outside the vocabulary of {config.vocab}")
+
+
+def check_theta(theta: float) -> None:
+    if not 1.0 <= theta < 1e12:
+        raise ValueError(f"rope_theta is {theta}; it must be between 1 and 1e12")

@@ -43,6 +43,13 @@ CHUNK_BYTES = 2 << 20
 
 LOCK_TIMEOUT_S = 600.0
 
+_LARGEST: dict[Dtype, float] = {
+    "float64": np.finfo(np.float64).max,
+    "float32": float(np.finfo(np.float32).max),
+    "float16": 65504.0,
+    "bfloat16": float.fromhex("0x1.fep127"),
+}
+
 
 class Part(NamedTuple):
     """Rows of an arena tensor that come from one source tensor."""
@@ -138,7 +145,9 @@ def _fingerprint(source: Path) -> str:
     """Changes whenever a file of the model does; reads no weights."""
     files = sorted(source.glob("*")) if source.is_dir() else [source]
     identity = [
-        (str(path), stat.st_size, stat.st_mtime_ns) for path in files if (stat := path.stat())
+        (str(path), stat.st_size, stat.st_mtime_ns)
+        for path in files
+        if path.exists() and (stat := path.stat())  # an editor's lock is a link to nothing
     ]
     return hashlib.sha256(repr((FORMAT, identity)).encode()).hexdigest()[:12]
 
@@ -235,7 +244,18 @@ def _tensor_bytes(
             if part.half_rotated_heads:
                 # A bias is a vector, which comes as one row; its elements are the rows.
                 rows = interleave(rows.reshape(-1, columns), part.half_rotated_heads)
+            _check_range(part.source, rows, config.dtype)
             yield to_dtype(rows, config.dtype).reshape(-1).view(np.uint8).data
+
+
+def _check_range(name: str, values: NDArray[Any], dtype: Dtype) -> None:
+    """Raises ValueError for weights that are no numbers, or none in `dtype`."""
+    limit = _LARGEST[dtype]
+    # NaN fails both: numpy's extremes carry it along.
+    low, high = float(values.min()), float(values.max())
+    if not (-limit <= low and high <= limit):
+        worst = high if not high <= limit else low
+        raise ValueError(f"tensor {name!r} has the weight {worst}; {dtype} ends at {limit:.8g}")
 
 
 def interleave(rows: NDArray[Any], heads: int) -> NDArray[Any]:
@@ -246,7 +266,7 @@ def interleave(rows: NDArray[Any], heads: int) -> NDArray[Any]:
 
 def to_dtype(values: NDArray[Any], dtype: Dtype) -> NDArray[Any]:
     """`values` as contiguous bytes of `dtype`; bfloat16, which numpy lacks, as uint16,
-    rounded to nearest even. Weights are finite, so NaN payloads are not looked after."""
+    rounded to nearest even. `values` are in range, so NaN payloads are not looked after."""
     if dtype != "bfloat16":
         return np.ascontiguousarray(values, np.dtype(dtype))
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)

@@ -1,6 +1,7 @@
 """What a step's logits give its requests: their next tokens, and logprobs where asked."""
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -24,8 +25,8 @@ class PromptScores(NamedTuple):
 
 def choose(logits: torch.Tensor, generations: Sequence[Generation]) -> list[int]:
     """One token for each row of [rows, vocab]. `logits` is used up. A generation that wants
-    logprobs has those of its token in `chosen` afterwards, one whose grammar failed says why
-    in `fault`."""
+    logprobs has those of its token in `chosen` afterwards, one whose grammar failed, or whose
+    logits are no numbers, says why in `fault`."""
     asked = [row for row, g in enumerate(generations) if g.logprobs is not None]
     # The model's own distribution: as it is before anything is added or banned.
     own = logits[asked] if asked else None
@@ -42,6 +43,10 @@ def choose(logits: torch.Tensor, generations: Sequence[Generation]) -> list[int]
         [len(generation.sequence.tokens) for generation in generations],
         contexts,
     )
+    # A maximum carries NaN along. Weights were checked; activations may overflow in float16.
+    for row, best in enumerate(logits.max(-1).values.tolist()):
+        if not isfinite(best) and not generations[row].fault:
+            generations[row].fault = f"the model's logits are not finite: the best is {best}"
     if own is not None:
         wanted = [generations[row].logprobs or 0 for row in asked]
         found = logprobs(own, [tokens[row] for row in asked], max(wanted))

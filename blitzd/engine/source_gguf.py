@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 
 from blitzd.engine.gguf import GgufError, GgufFile, Value
 from blitzd.engine.gguf_tokenizer import special_ids, tokenizer_json
-from blitzd.engine.layout import layout_of
+from blitzd.engine.layout import layout_of, part_rows
 from blitzd.engine.model_config import Dtype, ModelConfig, check_config
 from blitzd.engine.prepare import Part
 
@@ -78,7 +77,7 @@ class GgufSource:
             dtype=dtype,
             tied_head="output.weight" not in self.file.tensors,
             qkv_bias="blk.0.attn_q.bias" in self.file.tensors,
-            rope_factors=self._rope_factors(),
+            rope_factors=self._rope_factors(head_dim),
             sliding_window=self._integer("attention.sliding_window", 0),
             bos_token_id=bos,
             add_bos=adds_bos,
@@ -104,7 +103,7 @@ class GgufSource:
 
     def _part(self, name: str) -> Part:
         tensor = self.file.tensors[name]
-        rows = prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else 1
+        rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
         # llama.cpp's converter interleaves q and k for "llama" and leaves "qwen2" alone.
         half_rotated = 0
         if self._architecture == "qwen2" and (".attn_q." in name or ".attn_k." in name):
@@ -125,23 +124,18 @@ class GgufSource:
             raise GgufError(f"{self._path}: {error}") from None
         unused = set(self.file.tensors) - {_ROPE_FACTORS}
         for spec in layout_of(config).tensors:
-            elements = 0
-            for source in self._names(spec.name):
+            for source, rows in zip(
+                self._names(spec.name), part_rows(config, spec.name), strict=True
+            ):
                 if source not in self.file.tensors:
                     raise GgufError(f"{self._path}: tensor {source!r} is missing")
                 unused.discard(source)
                 shape = self.file.tensors[source].shape
-                if shape[-1] != spec.shape[-1] and len(spec.shape) > 1:
+                if shape != (rows, *spec.shape[1:]):
                     raise GgufError(
                         f"{self._path}: tensor {source!r} has the shape {shape}; "
-                        f"rows of {spec.shape[-1]} were expected"
+                        f"{(rows, *spec.shape[1:])} was expected"
                     )
-                elements += prod(shape)
-            if elements != prod(spec.shape):
-                raise GgufError(
-                    f"{self._path}: {spec.name} needs {prod(spec.shape)} weights; "
-                    f"its tensors have {elements}"
-                )
         if unused:
             raise GgufError(f"{self._path}: tensor {min(unused)!r} is not supported")
 
@@ -161,13 +155,28 @@ class GgufSource:
         scaling = self._optional("rope.scaling.type")
         if scaling not in (None, "none"):
             raise GgufError(f"{self._path}: rope.scaling.type {scaling!r} is not supported")
-        if (linear := self._optional("rope.scale_linear")) not in (None, 1.0):
-            raise GgufError(f"{self._path}: rope.scale_linear {linear!r} is not supported")
+        # Without a type llama.cpp scales by these, linearly; 0 stands for none.
+        for key in ("rope.scaling.factor", "rope.scale_linear"):
+            factor = self._optional(key)
+            if scaling is None and factor not in (None, 0.0, 1.0):
+                raise GgufError(f"{self._path}: {key} {factor!r} is not supported")
+        values = self._integer("attention.value_length", head_dim)
+        if values != head_dim:
+            raise GgufError(
+                f"{self._path}: attention.value_length {values} beside keys of {head_dim} "
+                "is not supported"
+            )
 
-    def _rope_factors(self) -> tuple[float, ...]:
+    def _rope_factors(self, head_dim: int) -> tuple[float, ...]:
         tensor = self.file.tensors.get(_ROPE_FACTORS)
         if tensor is None:
             return ()
+        # Before it is read: a file with holes may claim any size.
+        if tensor.shape != (head_dim // 2,):
+            raise GgufError(
+                f"{self._path}: tensor {_ROPE_FACTORS!r} has the shape {tensor.shape}; "
+                f"{(head_dim // 2,)} was expected"
+            )
         return tuple(self.file.read_rows(_ROPE_FACTORS, 0, 1)[0].tolist())
 
     def _tokens(self) -> list[Any]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from blitzd.engine.bounded_files import MAX_TEXT, check_file, read_bytes, read_json, read_text
 from blitzd.engine.hf_config import HfConfig
-from blitzd.engine.layout import layout_of
+from blitzd.engine.layout import layout_of, part_rows
 from blitzd.engine.model_config import Dtype, ModelConfig, check_config
 from blitzd.engine.prepare import Part
 from blitzd.engine.safetensors_file import open_tensors, read_rows
@@ -96,23 +96,16 @@ class HfSource:
         if config.tied_head:
             unused.discard("lm_head.weight")
         for spec in layout_of(config).tensors:
-            elements = 0
-            for name in _names(spec.name):
+            for name, rows in zip(_names(spec.name), part_rows(config, spec.name), strict=True):
                 if name not in self._tensors:
                     raise ValueError(f"{self._directory}: tensor {name!r} is missing")
                 unused.discard(name)
                 shape = self._tensors[name].shape
-                if len(shape) != len(spec.shape) or shape[1:] != spec.shape[1:]:
+                if shape != (rows, *spec.shape[1:]):
                     raise ValueError(
                         f"{self._directory}: tensor {name!r} has the shape {shape}; "
-                        f"{spec.name} has {spec.shape}"
+                        f"{(rows, *spec.shape[1:])} was expected"
                     )
-                elements += shape[0]
-            if elements != spec.shape[0]:
-                raise ValueError(
-                    f"{self._directory}: {spec.name} needs {spec.shape[0]} rows; "
-                    f"its tensors have {elements}"
-                )
         if unused:
             raise ValueError(f"{self._directory}: tensor {min(unused)!r} is not supported")
 
@@ -138,8 +131,15 @@ class HfSource:
         path = self._directory / "tokenizer_config.json"
         found = read_json(path).get("chat_template") if path.exists() else None
         if isinstance(found, list):
-            found = next((t.get("template") for t in found if t.get("name") == "default"), None)
-        return found if isinstance(found, str) else None
+            named = [t for t in found if isinstance(t, dict) and t.get("name") == "default"]
+            found = named[0].get("template") if named else None
+        if not isinstance(found, str):
+            return None
+        try:
+            found.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{path}: chat_template is not text: {error}") from None
+        return found
 
 
 def _names(tensor: str) -> list[str]:

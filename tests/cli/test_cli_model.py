@@ -28,6 +28,14 @@ def test_inspect_describes_every_kind_of_model(tmp_path: Path) -> None:
     assert len(prepared["digest"]) == 32
 
 
+def test_a_name_is_shown_as_it_is(tmp_path: Path) -> None:
+    """Neither markup, which may not even close, nor a terminal's commands."""
+    path = tiny_gguf(tmp_path / "x.gguf", texts={"general.name": "[/b] [red]x \x1b[31my\n"})
+    found = blitzd("inspect", path)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert "[/b] [red]x \ufffd[31my\ufffd" in found.stdout
+
+
 def test_what_fails_says_so_with_exit_code_1(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"no model at all, just text")
     for model, message in [(tmp_path / "x.gguf", "not a GGUF"), ("nowhere", "no model 'nowhere'")]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from blitzd.engine.catalogue import CATALOGUE, DEFAULT_MODEL, is_pulled, model_path
 from blitzd.engine.gguf import GgufError, GgufFile
 from blitzd.engine.source_gguf import GgufSource
-from tests.gguf_files import random_blocks, tiny_gguf, write_gguf
+from tests.gguf_files import quantised, random_blocks, tiny_gguf, tiny_weights, write_gguf
 
 KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K]
 
@@ -168,13 +169,21 @@ def test_damaged_headers_are_read_or_refused(
         ({"drop": "token_embd.weight"}, "'token_embd.weight' is missing"),
         ({"numbers": {"rope.dimension_count": 32}}, "32 of 64 dimensions"),
         ({"numbers": {"attention.head_count": 5}}, "5 attention heads"),
-        ({"numbers": {"attention.head_count_kv": 4}}, "layers.0.qkv needs"),
-        ({"numbers": {"feed_forward_length": 1024}}, "layers.0.gate_up needs"),
+        (
+            {"numbers": {"attention.head_count_kv": 4}},
+            r"'blk.0.attn_k.weight' has the shape \(128, 256",
+        ),
+        ({"numbers": {"feed_forward_length": 1024}}, r"ffn_gate.weight' has the shape \(512, 256"),
         ({"texts": {"llama.rope.scaling.type": "yarn"}}, "'yarn' is not supported"),
         ({"texts": {"llama.rope.scaling.type": "linear"}}, "'linear' is not supported"),
         ({"numbers": {"rope.scale_linear": 4.0}}, r"rope.scale_linear 4\.0 is not supported"),
+        ({"numbers": {"rope.scaling.factor": 4.0}}, r"rope.scaling.factor 4\.0 is not supported"),
+        ({"numbers": {"attention.value_length": 32}}, "attention.value_length 32 beside keys"),
         ({"numbers": {"block_count": 4_000_000_000}}, "layers is 4000000000"),
-        ({"numbers": {"attention.key_length": 128}}, "rotary|layers.0.qkv needs"),
+        (
+            {"numbers": {"attention.key_length": 128}},
+            r"attn_q.weight' has the shape \(256, 256\); \(512",
+        ),
     ],
 )
 def test_what_is_not_supported_is_named(
@@ -183,6 +192,47 @@ def test_what_is_not_supported_is_named(
     path = tiny_gguf(tmp_path / "x.gguf", **changes)  # type: ignore[arg-type]
     with pytest.raises(GgufError, match=message):
         GgufSource(path)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("pair", [("attn_q", "attn_k"), ("attn_k", "ffn_up")])
+def test_tensors_in_each_others_place_are_named(
+    tmp_path: Path, architecture: str, pair: tuple[str, str]
+) -> None:
+    names = [f"blk.1.{part}.weight" for part in pair]
+    found = tiny_weights()
+    swapped = {
+        name: quantised(found[other], Kind.F32)
+        for name, other in zip(names, reversed(names), strict=True)
+    }
+    path = tiny_gguf(tmp_path / "x.gguf", architecture=architecture, extra=swapped)
+    with pytest.raises(GgufError, match=f"'{names[0]}' has the shape"):
+        GgufSource(path)
+
+
+@pytest.mark.parametrize("texts", [{"llama.rope.scaling.type": "none"}, {}])
+def test_a_scaling_of_none_scales_nothing(tmp_path: Path, texts: dict[str, str]) -> None:
+    factor = 4.0 if texts else 0.0  # as llama.cpp has it
+    numbers: dict[str, int | float] = {"rope.scaling.factor": factor}
+    path = tiny_gguf(tmp_path / "x.gguf", numbers=numbers, texts=texts)
+    assert GgufSource(path).config("float32").rope_factors == ()
+
+
+def test_rope_factors_are_not_read_when_there_are_too_many(tmp_path: Path) -> None:
+    """A file with holes may claim terabytes of them."""
+    data = tiny_gguf(
+        tmp_path / "x.gguf",
+        extra={"rope_freqs.weight": quantised(np.ones(32), Kind.F32)},
+    ).read_bytes()
+    entry = text(b"rope_freqs.weight") + struct.pack("<IQ", 1, 32)
+    assert data.count(entry) == 1
+    path = tmp_path / "holes.gguf"
+    path.write_bytes(data.replace(entry, entry[:-8] + struct.pack("<Q", 1 << 36)))
+    os.truncate(path, 1 << 39)
+    start = time.perf_counter()
+    with pytest.raises(GgufError, match=r"'rope_freqs\.weight' has the shape \(68719476736,\)"):
+        GgufSource(path)
+    assert time.perf_counter() - start < 1.0
 
 
 def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:

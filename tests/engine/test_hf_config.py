@@ -68,6 +68,7 @@ def test_windows_are_those_of_transformers(
     [
         ({"architectures": []}, "architecture None; supported are LlamaForCausalLM, Mistral"),
         ({"architectures": "LlamaForCausalLM"}, "architecture None"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architecture ['LlamaForCausalLM']"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"mlp_bias": True}, "mlp_bias True is not supported"),
         ({"attention_bias": True}, "attention_bias True is not supported"),
@@ -79,7 +80,12 @@ def test_windows_are_those_of_transformers(
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling 'yarn'"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope'"),
         ({"rope_scaling": {"type": "linear"}}, "rope factor is None; a number is needed"),
-        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope factor is 0.0; at least 1"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0}},
+            "rope factor is 0.0; it must be between 1",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 1e300}}, "rope factor is 1e+300; it must"),
+        ({"rope_scaling": {"type": "linear", "factor": 10**400}}, "a number is needed"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is None"),
         (
             {
@@ -93,6 +99,22 @@ def test_windows_are_those_of_transformers(
             },
             "make no sense",
         ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 1e300,
+                }
+            },
+            "make no sense",
+        ),
+        ({"rope_theta": -5.0}, "rope_theta is -5.0; it must be between 1 and"),
+        ({"rope_theta": 10**400}, "a number is needed"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; true or false"),
+        (QWEN2 | {"use_sliding_window": "no"}, "use_sliding_window is 'no'; true or false"),
         ({"rope_theta": "large"}, "rope_theta is 'large'; a number is needed"),
         ({"num_attention_heads": 7}, "hidden_size 48 is not a multiple of num_attention_heads 7"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be between 1 and"),

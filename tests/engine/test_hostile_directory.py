@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from blitzd.engine.prepare import prepare
 from blitzd.engine.safetensors_file import SafetensorsError, open_tensors
@@ -55,6 +57,31 @@ def test_a_pipe_or_a_device_is_not_read(directory: Path, name: str) -> None:
 def test_a_file_of_any_size_is_not_read(directory: Path, name: str) -> None:
     os.truncate(directory / name, 1 << 40)  # sparse
     refused(directory, "bytes")
+
+
+@pytest.mark.parametrize("part", ["q", "v"])
+def test_tensors_in_each_others_place_are_named(directory: Path, part: str) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    names = [f"model.layers.1.self_attn.{x}_proj.weight" for x in (part, "k")]
+    # As many rows in all.
+    rows = np.concatenate([tensors[name] for name in names])
+    tensors[names[0]], tensors[names[1]] = rows[: len(rows) - 6], rows[len(rows) - 6 :]
+    save_file(tensors, directory / "model.safetensors")
+    refused(directory, "_proj.weight' has the shape (")
+
+
+@pytest.mark.parametrize("template", [[1], [{"name": "default"}], {"a": 1}, 7])
+def test_what_is_no_template_is_none(directory: Path, template: object) -> None:
+    (directory / "chat_template.jinja").unlink()
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    prepared = prepare(directory, "float32", directory.parent / "c")
+    assert not (prepared / "chat_template.jinja").exists()
+
+
+def test_a_template_that_is_no_text_is_refused(directory: Path) -> None:
+    (directory / "chat_template.jinja").unlink()
+    (directory / "tokenizer_config.json").write_text('{"chat_template": "\\ud800"}')
+    refused(directory, "tokenizer_config.json: chat_template is not text")
 
 
 def test_a_pipe_is_no_gguf(tmp_path: Path) -> None:

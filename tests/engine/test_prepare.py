@@ -17,11 +17,12 @@ from gguf.quants import dequantize
 
 from blitzd.engine.arena import Arena
 from blitzd.engine.layout import layout_of, read_model_file
-from blitzd.engine.model_config import check_config
-from blitzd.engine.prepare import interleave, prepare, to_dtype
+from blitzd.engine.model_config import Dtype, check_config
+from blitzd.engine.prepare import build, interleave, prepare, to_dtype
 from blitzd.engine.tokenizer import Tokenizer
 from tests.gguf_files import quantised, tiny_gguf, tiny_weights
-from tests.tiny import make_tiny, tiny_config
+from tests.hf_models import save
+from tests.tiny import RandomSource, make_tiny, tiny_config
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q4_1, Kind.Q8_0], ids=lambda kind: kind.name)
@@ -212,6 +213,9 @@ def test_a_layout_that_does_not_follow_from_its_config_is_refused(
         ({"rope_theta": float("nan")}, "rope_theta is nan"),
         ({"rope_factors": (1.0,)}, "rope_factors has 1 values"),
         ({"eos_token_ids": (999,)}, "eos token 999"),
+        ({"bos_token_id": 999}, "bos token 999"),
+        ({"bos_token_id": -1}, "bos token -1"),
+        ({"bos_token_id": 1 << 70}, "bos token 1180591620717411303424"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(changes: dict[str, object], message: str) -> None:
@@ -239,3 +243,36 @@ def test_a_gguf_brings_its_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.encode("he h<|im_end|>") == [256, ord(" "), ord("h"), 257]
     assert tokenizer.decode([256, 257, 33]) == "he!"
     assert tokenizer.render_chat([{"role": "user", "content": "x"}]) == "user"
+
+
+@pytest.mark.parametrize(
+    ("weight", "dtype", "message"),
+    [
+        (float("nan"), "float32", "the weight nan"),
+        (float("-inf"), "bfloat16", "the weight -inf"),
+        (-65536.0, "float16", "the weight -65536.0; float16 ends at 65504"),
+        (3.4e38, "bfloat16", "the weight 3.4e+38; bfloat16 ends at 3.3895"),
+        (1e39, "float32", "the weight 1e"),
+    ],
+)
+def test_a_weight_that_is_no_number_is_refused_by_its_tensor(
+    tmp_path: Path, weight: float, dtype: Dtype, message: str
+) -> None:
+    source = RandomSource(tiny_config())
+    source.tensors["layers.2.down"][7, 5] = weight
+    with pytest.raises(ValueError, match=r"tensor 'layers\.2\.down' has") as refused:
+        build(source, dtype, tmp_path / "tiny")
+    assert message in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_largest_weights_are_kept(tmp_path: Path) -> None:
+    source = RandomSource(tiny_config())
+    source.tensors["layers.2.down"][7, 5] = 65504.0
+    build(source, "float16", tmp_path / "tiny")
+
+
+def test_a_link_to_nothing_beside_a_model_is_no_part_of_it(tmp_path: Path) -> None:
+    save(tmp_path / "hf", "llama tied")
+    (tmp_path / "hf" / ".#config.json").symlink_to("somebody@somewhere.4711")
+    assert (prepare(tmp_path / "hf", "float32", tmp_path / "c") / "model.json").exists()

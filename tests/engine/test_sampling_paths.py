@@ -11,6 +11,7 @@ import torch
 from blitzd.engine.arena import Arena
 from blitzd.engine.catalogue import CATALOGUE, DEFAULT_MODEL, is_pulled, prepared_dir, resolve
 from blitzd.engine.errors import InvalidField
+from blitzd.engine.llama import Llama
 from blitzd.engine.prepare import prepare
 from blitzd.engine.tokenizer import Tokenizer
 from blitzd.proto.blitzd.engine import v1 as pb
@@ -264,6 +265,29 @@ def test_a_grammar_that_fails_ends_its_request_alone(
     replica.prefill(request(1, PROMPT, max_tokens, min_tokens=1), grammar=grammar)
     found = replica.until(1, 2)
     assert (found[1].error, found[1].tokens) == (reason, [])
+    assert len(found[2].tokens) == 9
+    assert replica.steps.occupancy.blocks_used == 0
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.5}, {"logprobs": 2}])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_end_their_request_alone(
+    start: Start, monkeypatch: pytest.MonkeyPatch, value: float, sampling: dict[str, Any]
+) -> None:
+    """As when activations overflow in float16: no token may come of them."""
+    plain = Llama.logits
+
+    def overflowing(model: Llama, hidden: torch.Tensor) -> torch.Tensor:
+        logits = plain(model, hidden)
+        if len(logits) == 2:
+            logits[0, 65] = value
+        return logits
+
+    monkeypatch.setattr(Llama, "logits", overflowing)
+    replica = start()
+    replica.prefill(request(1, PROMPT, 9, **sampling), request(2, PROMPT, 9))
+    found = replica.until(1, 2)
+    assert found[1].error == f"the model's logits are not finite: the best is {value}"
     assert len(found[2].tokens) == 9
     assert replica.steps.occupancy.blocks_used == 0
 
