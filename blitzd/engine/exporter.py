@@ -22,17 +22,33 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-def layer_checksums(geometry: "KvGeometry", buffer: memoryview, block_ids: list[int]) -> list[int]:
-    """xxh3-64 of the KV of `block_ids`, one a layer, in the blocks' order."""
-    segments = geometry.segments(block_ids)
-    per_layer = len(segments) // geometry.layers
+def layer_checksums(
+    geometry: "KvGeometry",
+    buffer: memoryview,
+    block_ids: list[int],
+    layers: tuple[int, int] | None = None,
+) -> list[int]:
+    """xxh3-64 of the KV of `block_ids`, one a layer of [first, last), in the blocks' order."""
+    first, last = layers or (0, geometry.layers)
+    segments = geometry.segments(block_ids, (first, last))
+    per_layer = len(segments) // (last - first)
     sums = []
-    for layer in range(geometry.layers):
+    for layer in range(last - first):
         digest = xxhash.xxh3_64()
         for offset, length in segments[layer * per_layer : (layer + 1) * per_layer]:
             digest.update(buffer[offset : offset + length])
         sums.append(digest.intdigest())
     return sums
+
+
+def _layers(replica: "Replica", message: pb.ExportKvRequest) -> tuple[int, int]:
+    """[first, last) that are asked for. Raises Mismatch when there are no such layers."""
+    first, last = message.first_layer, message.last_layer or replica.geometry.layers
+    if not first < last <= replica.geometry.layers:
+        raise Mismatch(
+            f"first_layer, last_layer: [{first}, {last}); the model has {replica.geometry.layers}"
+        )
+    return first, last
 
 
 class Exporter:
@@ -102,7 +118,11 @@ class Exporter:
             self._begin(request_id, self._send(replica, message, blocks, deadline))
         if message.checksums and moves:
             reply.layer_checksums = await asyncio.to_thread(
-                layer_checksums, replica.geometry, replica.kv.buffer, blocks
+                layer_checksums,
+                replica.geometry,
+                replica.kv.buffer,
+                blocks,
+                _layers(replica, message),
             )
         return reply
 
@@ -115,7 +135,7 @@ class Exporter:
         if self._freeing_all or request_id in self._freeing:
             raise NotHeld(f"request_id: {request_id} is being freed")
         with replica.steps.exclusive() as stepper:
-            held = stepper.held(request_id)
+            held = stepper.held(request_id, _layers(replica, message))
         current = self._leases.get(request_id, 0)
         if message.lease_id < current or (message.lease_id != current and not moves):
             raise NotHeld(
@@ -128,7 +148,7 @@ class Exporter:
     async def _send(
         self, replica: "Replica", message: pb.ExportKvRequest, blocks: list[int], deadline: float
     ) -> None:
-        segments = replica.geometry.segments(blocks)
+        segments = replica.geometry.segments(blocks, _layers(replica, message))
         try:
             await self._ucx.send(
                 message.ucx_address, message.ucx_tag, replica.kv.buffer, segments, deadline

@@ -17,18 +17,32 @@ from blitzd.engine.calls import to_the_end
 from blitzd.engine.errors import CorruptKv, InvalidField, Mismatch, Stalled
 from blitzd.engine.exporter import layer_checksums
 from blitzd.engine.handover import Fault, fault_of
-from blitzd.engine.sources import Sources
+from blitzd.engine.sources import Sources, peer_of
 from blitzd.fabric import Identity, MappedPeers, PeerLost, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
 from blitzd.sched import Refused
 
 if TYPE_CHECKING:
+    from blitzd.engine.kv_geometry import KvGeometry
     from blitzd.engine.replica import Replica
 
 log = structlog.get_logger()
 
 BEAT_S = 0.25
 """Between two reports of progress, at most; with a stall limit, a quarter of that if less."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """KV of layers [first_layer, last_layer) and who has it; last_layer 0: all."""
+
+    source: Identity
+    endpoint: str
+    first_layer: int = 0
+    last_layer: int = 0
+
+    def layers(self, geometry: "KvGeometry") -> tuple[int, int]:
+        return self.first_layer, self.last_layer or geometry.layers
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -38,14 +52,26 @@ class Pull:
     replica: "Replica"
     message: pb.ImportKvRequest
     request: pb.Request
-    source: Identity
+    parts: tuple[Part, ...]
     deadline: float
     began_ns: int = dataclasses.field(default_factory=time.monotonic_ns)
     stage: str = "waiting for its turn"
+    at: int = 0
+    """Which part is coming."""
+    before: int = 0
+    """Bytes of the parts before it."""
     moved: int = 0
     """Bytes; written by the fabric's threads."""
     task: "asyncio.Task[None] | None" = None
     stalled: bool = False
+
+    @property
+    def part(self) -> Part:
+        return self.parts[self.at]
+
+    @property
+    def source(self) -> Identity:
+        return self.part.source
 
     @property
     def lease(self) -> int:
@@ -63,10 +89,12 @@ class Pull:
             source_epoch=self.source.epoch,
             transport=transport,
             layout=self.replica.layout,
+            first_layer=self.part.first_layer,
+            last_layer=self.part.last_layer,
         )
 
     def on_bytes(self, moved: int) -> None:
-        self.moved = moved
+        self.moved = self.before + moved
 
     def report(self) -> pb.ImportKvReport:
         elapsed_ns = time.monotonic_ns() - self.began_ns
@@ -101,7 +129,8 @@ class Importer:
         self._ucx = ucx
         self._verify = verify
         self._sources = Sources()
-        self._mapped = MappedPeers()
+        self.mapped = MappedPeers()
+        """Arenas of workers on this node."""
         self._running: dict[int, Pull] = {}
 
     @property
@@ -112,7 +141,7 @@ class Importer:
     @property
     def peers(self) -> list[Identity]:
         """Whose arenas are mapped here."""
-        return self._mapped.identities
+        return self.mapped.identities
 
     async def run(
         self, replica: "Replica", message: pb.ImportKvRequest, deadline: float
@@ -120,7 +149,8 @@ class Importer:
         """Reports while bytes move; the last one has `ended`. Raises InvalidField."""
         if message.request is None:
             raise InvalidField("request: missing")
-        pull = Pull(replica, message, message.request, _source_of(message), deadline)
+        parts = _parts_of(replica, message)
+        pull = Pull(replica, message, message.request, parts, deadline)
         heard = False
         try:
             async for report in self._run(pull):
@@ -212,7 +242,7 @@ class Importer:
 
     async def close(self) -> None:
         await self.cancel()
-        self._mapped.close()
+        self.mapped.close()
         self._sources.close()
 
     async def _import(self, pull: Pull) -> None:
@@ -222,7 +252,10 @@ class Importer:
             blocks = stepper.reserve(pull.request)
         try:
             async with asyncio.timeout(max(0.0, pull.deadline - time.monotonic())):
-                await self._pull(pull, blocks)
+                for at in range(len(pull.parts)):
+                    pull.at = at
+                    await self._pull(pull, blocks)
+                    pull.before = pull.moved
                 if pull.replica.cache.staged:
                     pull.stage = "taking up the KV"
                     await to_the_end(pull.replica.cache.stage_in, blocks)
@@ -263,30 +296,29 @@ class Importer:
             await _compare(pull, blocks, there.layer_checksums)
 
     async def _ask(self, pull: Pull, call: pb.ExportKvRequest) -> pb.ExportKvReply:
-        endpoint = pull.message.source_endpoint
+        part = pull.part
         try:
-            return await self._sources.export(pull.source, endpoint, call, pull.deadline)
+            return await self._sources.export(part.source, part.endpoint, call, pull.deadline)
         except PeerLost as error:
             raise PeerLost(f"{error} ({pull.stage})") from error
 
     async def _copy(self, pull: Pull, blocks: list[int], there: pb.ExportKvReply) -> None:
         ours = pull.replica.geometry
         theirs = dataclasses.replace(ours, blocks=there.blocks_total)
-        peer = await self._mapped.get(there.map_path, str(pull.source), pull.deadline)
-        pull.moved = await peer.copy(
-            theirs.segments(there.block_ids),
+        peer = await self.mapped.get(there.map_path, str(pull.source), pull.deadline)
+        layers = pull.part.layers(ours)
+        await peer.copy(
+            theirs.segments(there.block_ids, layers),
             pull.replica.kv.buffer,
-            ours.segments(blocks),
+            ours.segments(blocks, layers),
             pull.deadline,
             pull.on_bytes,
         )
 
     async def _receive(self, pull: Pull, blocks: list[int], address: bytes, tag: int) -> None:
-        segments = pull.replica.geometry.segments(blocks)
-        buffer = pull.replica.kv.buffer
-        pull.moved = await self._ucx.receive(
-            address, tag, buffer, segments, pull.deadline, pull.on_bytes
-        )
+        geometry, buffer = pull.replica.geometry, pull.replica.kv.buffer
+        segments = geometry.segments(blocks, pull.part.layers(geometry))
+        await self._ucx.receive(address, tag, buffer, segments, pull.deadline, pull.on_bytes)
 
 
 async def _cancelled(task: "asyncio.Task[None]") -> None:
@@ -302,26 +334,36 @@ async def _cancelled(task: "asyncio.Task[None]") -> None:
         raise asyncio.CancelledError
 
 
-def _source_of(message: pb.ImportKvRequest) -> Identity:
-    try:
-        source = Identity.parse(f"{message.source_replica}/{message.source_epoch}")
-    except ValueError as error:
-        raise InvalidField(f"source_replica, source_epoch: {error}") from None
-    if not message.source_endpoint:
-        raise InvalidField("source_endpoint: empty; the path of the source's socket is needed")
+def _parts_of(replica: "Replica", message: pb.ImportKvRequest) -> tuple[Part, ...]:
+    """Raises InvalidField."""
     if message.lease_id < 1:
         raise InvalidField(f"lease_id: {message.lease_id}; must be at least 1")
     if message.transport not in (pb.Transport.MAP, pb.Transport.UCX):
         raise InvalidField("transport: unspecified; accepted: TRANSPORT_MAP, TRANSPORT_UCX")
-    return source
+    source = peer_of(
+        "source_", message.source_replica, message.source_epoch, message.source_endpoint
+    )
+    rest, split = message.rest, message.split_layer
+    if rest is None:
+        return (Part(source, message.source_endpoint),)
+    if not 0 < split < replica.geometry.layers:
+        raise InvalidField(
+            f"split_layer: {split}; with a rest it is in 1..{replica.geometry.layers - 1}"
+        )
+    other = peer_of("rest.", rest.replica_id, rest.epoch, rest.endpoint)
+    return (
+        Part(source, message.source_endpoint, 0, split),
+        Part(other, rest.endpoint, split, replica.geometry.layers),
+    )
 
 
 async def _compare(pull: Pull, blocks: list[int], theirs: list[int]) -> None:
     geometry, buffer = pull.replica.geometry, pull.replica.kv.buffer
-    ours = await asyncio.to_thread(layer_checksums, geometry, buffer, blocks)
+    layers = pull.part.layers(geometry)
+    ours = await asyncio.to_thread(layer_checksums, geometry, buffer, blocks, layers)
     if len(theirs) != len(ours):
         raise Mismatch(f"{pull.source} sent {len(theirs)} checksums for {len(ours)} layers")
-    for layer, (here, there) in enumerate(zip(ours, theirs, strict=True)):
+    for layer, (here, there) in enumerate(zip(ours, theirs, strict=True), layers[0]):
         if here != there:
             told = f"layer {layer} has checksum {here:016x}, the source's is {there:016x}"
             raise CorruptKv(f"KV from {pull.source}: {told}", layer, there, here)

@@ -59,10 +59,16 @@ class KvGeometry:
         )
         return hashlib.sha256(repr(shape).encode()).hexdigest()[:16]
 
-    def segments(self, block_ids: Sequence[int]) -> list[tuple[int, int]]:
-        """(offset, length) of the blocks' bytes in canonical order: by layer, keys before
-        values, then in the order given. Neighbours are joined, so two caches may have
-        different segments for the same bytes; the concatenation is the same."""
+    def segments(
+        self, block_ids: Sequence[int], layers: tuple[int, int] | None = None
+    ) -> list[tuple[int, int]]:
+        """(offset, length) of the blocks' bytes in layers [first, last) (None: all) in
+        canonical order: by layer, keys before values, then in the order given. Neighbours are
+        joined, so two caches may have different segments for the same bytes; the
+        concatenation is the same."""
+        first_layer, last_layer = layers or (0, self.layers)
+        if not 0 <= first_layer < last_layer <= self.layers:
+            raise ValueError(f"layers [{first_layer}, {last_layer}) of [0, {self.layers})")
         for block in block_ids:
             if not 0 <= block < self.blocks:
                 raise ValueError(f"block {block} is outside [0, {self.blocks})")
@@ -71,7 +77,7 @@ class KvGeometry:
         plane = self.blocks * piece
         return [
             (index * plane + first * piece, count * piece)
-            for index in range(2 * self.layers)
+            for index in range(2 * first_layer, 2 * last_layer)
             for first, count in runs
         ]
 

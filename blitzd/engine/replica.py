@@ -15,19 +15,25 @@ from blitzd.engine.decode_graphs import GRAPH_ROWS, DecodeGraphs
 from blitzd.engine.device import unsupported
 from blitzd.engine.errors import InvalidField
 from blitzd.engine.executor import Executor
+from blitzd.engine.hidden_slots import HiddenSlots, SlotGeometry
 from blitzd.engine.kv_cache import KvCache
 from blitzd.engine.kv_geometry import KvGeometry
+from blitzd.engine.live_stepper import LiveStepper
 from blitzd.engine.llama import Llama
 from blitzd.engine.model_config import ModelConfig
 from blitzd.engine.options import ReplicaOptions
 from blitzd.engine.prepared import Prepared
 from blitzd.engine.step_loop import StepLoop
-from blitzd.engine.stepper import Stepper
 from blitzd.fabric import SharedArena
 from blitzd.proto.blitzd.engine import v1 as pb
 from blitzd.sched import BlockManager, Scheduler
 
 log = structlog.get_logger()
+
+RELAY_SLOTS = 2
+"""For hidden states: one request on its way, one that runs."""
+RELAY_ROWS = 8192
+"""Tokens of a live prefill, at most."""
 
 
 @dataclass(slots=True)
@@ -36,8 +42,9 @@ class Replica:
     arena: Arena
     geometry: KvGeometry
     kv: SharedArena
-    """What other replicas read and write; `cache` stages to and from it."""
+    """What other replicas read: KV, which `cache` stages to and from it, then `slots`."""
     cache: KvCache
+    slots: HiddenSlots
     steps: StepLoop
 
     @property
@@ -62,8 +69,10 @@ def open_replica(
     options: ReplicaOptions,
     publish: Callable[[pb.StepReport], None],
     crashed: Callable[[BaseException], None],
+    arriving: bool = False,
 ) -> Replica:
-    """Makes the model run: a KV cache of `blocks_total` blocks, a step loop, started.
+    """Makes the model run: a KV cache of `blocks_total` blocks, a step loop, started. With
+    `arriving` weights it runs no layer before `steps.exclusive().live.ready` says so.
 
     Takes milliseconds. Raises InvalidField (blocks_total), MemoryError.
     """
@@ -74,7 +83,10 @@ def open_replica(
     device = model_device(prepared.config, options)
     arena = Arena(prepared.config, prepared.layout, prepared.weights, device)
     geometry = KvGeometry.of(arena.config, blocks_total)
-    kv = SharedArena(geometry.bytes, name="blitzd-kv")
+    relay = relay_geometry(arena.config)
+    # Pages of slots that nobody uses take no memory.
+    kv = SharedArena(geometry.bytes + relay.bytes, name="blitzd-kv")
+    slots = HiddenSlots(relay, kv.buffer[geometry.bytes :])
     cache = KvCache(geometry, kv.buffer, device)
     executor = build_executor(arena, cache, options)
     scheduler = Scheduler(
@@ -83,11 +95,21 @@ def open_replica(
         max_batch_tokens=options.max_batch_tokens,
         max_batch_size=options.max_batch_size,
     )
-    stepper = Stepper(executor, scheduler, prepared.tokenizer, prepared.config.vocab)
+    config = prepared.config
+    stepper = LiveStepper(
+        executor, scheduler, prepared.tokenizer, config.vocab, config.layers, slots
+    )
+    if not arriving:
+        stepper.live.ready = config.layers
     steps = StepLoop(stepper, publish, crashed)
     steps.start()
     log.info("replica runs", kv_bytes=geometry.bytes, ms=round((time.monotonic() - began) * 1e3))
-    return Replica(prepared.directory, arena, geometry, kv, cache, steps)
+    return Replica(prepared.directory, arena, geometry, kv, cache, slots, steps)
+
+
+def relay_geometry(config: ModelConfig) -> SlotGeometry:
+    rows = min(config.context_tokens, RELAY_ROWS)
+    return SlotGeometry(RELAY_SLOTS, rows, config.hidden, config.dtype)
 
 
 def model_device(config: ModelConfig, options: ReplicaOptions) -> torch.device | None:

@@ -18,6 +18,8 @@ from blitzd.engine.errors import InvalidField, NotReady
 from blitzd.engine.exporter import Exporter
 from blitzd.engine.importer import Importer
 from blitzd.engine.options import ReplicaOptions
+from blitzd.engine.prepared import Prepared
+from blitzd.engine.relay import RelayFollower, RelaySource
 from blitzd.engine.reports import Reports
 from blitzd.engine.weights_load import WeightLoader
 from blitzd.fabric import ArenaServer, Identity, UcxFabric
@@ -60,10 +62,14 @@ class EngineService(pb.EngineBase):
         self._ucx = UcxFabric(str(identity))
         self._importer = Importer(self._ucx, verify_kv)
         self._exporter = Exporter(identity, self._ucx)
+        self._relays = RelaySource(identity, self._ucx)
+        self._follower = RelayFollower(self._ucx, self._importer.mapped)
         self._weights = WeightLoader(identity, self._ucx, options.weights)
         self._replica: Replica | None = None
         self._arena_server: ArenaServer | None = None
         self._progress = pb.LoadProgress()
+        self._early: pb.LoadProgress | None = None
+        """Of a live load: the newest."""
         self._loading = asyncio.Lock()
 
     @property
@@ -74,6 +80,8 @@ class EngineService(pb.EngineBase):
     async def close(self) -> None:
         """Ends transfers and the step loop, removes the KV socket. Idempotent."""
         await self._unload()
+        await self._relays.close()
+        await self._follower.close()
         await self._importer.close()
         await self._weights.close()
         await self._ucx.close()
@@ -160,7 +168,7 @@ class EngineService(pb.EngineBase):
         moved: asyncio.Queue[pb.LoadProgress | None] = asyncio.Queue()
 
         def tell(progress: pb.LoadProgress) -> None:
-            loop.call_soon_threadsafe(moved.put_nowait, progress)
+            loop.call_soon_threadsafe(self._arrived, message, progress, moved)
 
         opening = asyncio.create_task(self._open(message, tell, deadline(LOAD_S)))
         opening.add_done_callback(lambda _: moved.put_nowait(None))
@@ -169,17 +177,18 @@ class EngineService(pb.EngineBase):
                 self._progress = progress
                 yield progress
             replica = await opening
-            server = ArenaServer(self._kv_socket, replica.kv, str(self._identity))
-            await server.start()
+            if not message.live:
+                await self._install(replica)
         except BaseException:
             # It failed, or whoever asked has left and the model is not wanted any more.
             self._progress = pb.LoadProgress()
             opening.cancel()
-            opening.add_done_callback(_discard)
+            if not message.live:
+                opening.add_done_callback(_discard)
             await asyncio.wait([opening])
+            await self._unload()
             await self._weights.server.withdraw()
             raise
-        self._replica, self._arena_server = replica, server
         self._progress = dataclasses.replace(
             self._progress,
             digest=replica.digest,
@@ -187,14 +196,49 @@ class EngineService(pb.EngineBase):
             blocks_total=replica.geometry.blocks,
         )
 
+    def _arrived(
+        self,
+        message: pb.LoadModelRequest,
+        progress: pb.LoadProgress,
+        moved: "asyncio.Queue[pb.LoadProgress | None]",
+    ) -> None:
+        if message.live:
+            self._early = progress
+            if self._replica is None:
+                return
+            # The end of the model comes after its last layer.
+            self._set_ready(self._replica, min(progress.layers_ready, progress.layers_total - 1))
+        moved.put_nowait(progress)
+
+    @staticmethod
+    def _set_ready(replica: "Replica", layers: int) -> None:
+        with replica.steps.exclusive() as stepper:
+            stepper.live.set_ready(layers)
+
     async def _open(
         self,
         message: pb.LoadModelRequest,
         tell: Callable[[pb.LoadProgress], None],
         deadline: float,
     ) -> "Replica":
+        if not message.live:
+            prepared = await self._weights.run(message, deadline, tell)
+            return await self._open_replica(prepared, message)
+        if not message.peers or self._options.device != "cpu":
+            raise InvalidField("live: only with peers, and on a CPU")
+        self._early = None
+
+        async def arriving(prepared: Prepared) -> None:
+            await self._install(await self._open_replica(prepared, message))
+            if self._early is not None:
+                tell(self._early)
+
+        await self._weights.run(message, deadline, tell, arriving)
+        self._set_ready(self._ready, self._ready.geometry.layers)
+        return self._ready
+
+    async def _open_replica(self, prepared: Prepared, message: pb.LoadModelRequest) -> "Replica":
         loop = asyncio.get_running_loop()
-        prepared = await self._weights.run(message, deadline, tell)
 
         def open_it() -> "Replica":
             from blitzd.engine.replica import open_replica
@@ -203,8 +247,9 @@ class EngineService(pb.EngineBase):
                 prepared,
                 message.blocks_total,
                 self._options,
-                publish=lambda report: _tell(loop, self._reports.publish, report),
+                publish=lambda report: _tell(loop, self._publish, report),
                 crashed=lambda error: _tell(loop, self._crashed, error),
+                arriving=message.live,
             )
 
         opening = loop.run_in_executor(None, open_it)
@@ -214,6 +259,20 @@ class EngineService(pb.EngineBase):
             opening.add_done_callback(_discard)
             raise
 
+    async def _install(self, replica: "Replica") -> None:
+        server = ArenaServer(self._kv_socket, replica.kv, str(self._identity))
+        try:
+            await server.start()
+        except BaseException:
+            await asyncio.to_thread(replica.close, STOP_S)
+            raise
+        self._replica, self._arena_server = replica, server
+        self._relays.watch(replica, asyncio.get_running_loop())
+
+    def _publish(self, report: pb.StepReport) -> None:
+        self._reports.publish(report)
+        self._follower.moved()
+
     async def _unload(self) -> None:
         replica, server = self._replica, self._arena_server
         if replica is None or server is None:
@@ -221,6 +280,7 @@ class EngineService(pb.EngineBase):
         self._replica, self._arena_server = None, None
         self._progress = pb.LoadProgress()
         await self._forget_everything(replica)
+        await self._relays.close()
         await self._weights.give_up()
         await server.close()
         await asyncio.to_thread(replica.close, STOP_S)
@@ -274,6 +334,17 @@ class EngineService(pb.EngineBase):
                 stepper.resume(message.request_ids)
         return pb.ResumeHeldReply()
 
+    async def take_relay(self, message: pb.TakeRelayRequest) -> pb.TakeRelayReply:
+        return await self._relays.take(self._ready, message, str(self._kv_socket))
+
+    async def ack_relay(self, message: pb.AckRelayRequest) -> pb.AckRelayReply:
+        return self._relays.acknowledge(self._ready, message)
+
+    async def follow_live(self, message: pb.FollowLiveRequest) -> pb.FollowLiveReply:
+        if self._options.device != "cpu":
+            raise InvalidField("source_replica: a live pair runs on CPUs")
+        return await self._follower.follow(self._ready, message, deadline(LOAD_S))
+
     async def cancel(self, message: pb.CancelRequest) -> pb.CancelReply:
         replica = self._replica
         if replica is None:
@@ -293,6 +364,7 @@ class EngineService(pb.EngineBase):
 
     async def _forget_everything(self, replica: "Replica") -> None:
         await self._importer.cancel()
+        await self._follower.stop()
         async with self._exporter.freeing():
             with replica.steps.exclusive() as stepper:
                 stepper.reset()

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from grpclib.client import Channel
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
+from blitzd.engine.errors import InvalidField
 from blitzd.engine.handover import SAID_BY_SOURCE
 from blitzd.fabric import Identity, PeerLost
 from blitzd.proto.blitzd.engine import v1 as pb
@@ -65,3 +66,14 @@ class Sources:
     def close(self) -> None:
         for key in list(self._channels):
             self._drop(key)
+
+
+def peer_of(prefix: str, replica: str, epoch: int, endpoint: str) -> Identity:
+    """Raises InvalidField, naming the fields that `prefix` begins."""
+    try:
+        peer = Identity.parse(f"{replica}/{epoch}")
+    except ValueError as error:
+        raise InvalidField(f"{prefix}replica, {prefix}epoch: {error}") from None
+    if not endpoint:
+        raise InvalidField(f"{prefix}endpoint: empty; the path of the worker's socket is needed")
+    return peer

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 
 import structlog
 
-from blitzd.engine.stepper import Occupancy, Stepper
+from blitzd.engine.live_stepper import LayerStep, LiveStepper
+from blitzd.engine.stepper import Occupancy
 from blitzd.proto.blitzd.engine import v1 as pb
 
 log = structlog.get_logger()
@@ -26,7 +27,7 @@ class StepLoop:
 
     def __init__(
         self,
-        stepper: Stepper,
+        stepper: LiveStepper,
         publish: Callable[[pb.StepReport], None],
         crashed: Callable[[BaseException], None],
     ) -> None:
@@ -52,7 +53,7 @@ class StepLoop:
         return not self._thread.is_alive()
 
     @contextlib.contextmanager
-    def exclusive(self) -> Iterator[Stepper]:
+    def exclusive(self) -> Iterator[LiveStepper]:
         """The stepper, for its request methods. Keep it short: no step begins or ends
         meanwhile."""
         with self._changed:
@@ -100,8 +101,11 @@ class StepLoop:
         result = self._stepper.compute(step)
         with self._changed:
             report = self._stepper.finish(step, result)
-            self._told = self._stepper.occupancy
-        self._publish(report)
+            news = not isinstance(step, LayerStep) or step.is_news(report)
+            if news:
+                self._told = self._stepper.occupancy
+        if news:
+            self._publish(report)
 
     def _rest(self) -> None:
         """Until something changes. Holds the lock, except while it sleeps."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import structlog
+import torch
 
 from blitzd.engine.errors import InvalidField, NotHeld
 from blitzd.engine.executor import Executor
@@ -53,6 +54,8 @@ class Row(NamedTuple):
 class Result(NamedTuple):
     rows: list[Row]
     scores: list[PromptScores]
+    hidden: torch.Tensor | None = None
+    """Of a step that ended between two layers, or after the last, of one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +210,7 @@ class Stepper:
         try:
             sampled, scores = self._executor.run(step.plan, step.sampling, step.scoring)
             rows = [
-                _row(generation, token)
+                row_of(generation, token)
                 for generation, token in zip(step.sampling, sampled, strict=True)
             ]
             return Result(rows, scores)
@@ -241,15 +244,7 @@ class Stepper:
             if generation.fault:
                 self._give_up(report, generation)
                 continue
-            report.request_ids.append(sequence.id)
-            report.token_ids.append(row.token)
-            ended = finish is Finish.LENGTH
-            report.texts.append(row.text + generation.detokenizer.flush() if ended else row.text)
-            report.finish.append(FINISH[finish])
-            report.cached_tokens.append(0 if generation.reported else sequence.cached_tokens)
-            generation.reported = True
-            if generation.chosen is not None:
-                append(report, sequence.id, len(sequence.tokens) - 1, [generation.chosen])
+            add_row(report, generation, row, finish)
             if finish in (Finish.STOP, Finish.LENGTH):
                 del self._generations[sequence.id]
 
@@ -293,7 +288,21 @@ class Stepper:
             raise AssertionError("requests and sequences differ")
 
 
-def _row(generation: Generation, token: int) -> Row:
+def add_row(report: pb.StepReport, generation: Generation, row: Row, finish: Finish) -> None:
+    """Of a request whose tokens end with the row's."""
+    sequence = generation.sequence
+    report.request_ids.append(sequence.id)
+    report.token_ids.append(row.token)
+    ended = finish is Finish.LENGTH
+    report.texts.append(row.text + generation.detokenizer.flush() if ended else row.text)
+    report.finish.append(FINISH[finish])
+    report.cached_tokens.append(0 if generation.reported else sequence.cached_tokens)
+    generation.reported = True
+    if generation.chosen is not None:
+        append(report, sequence.id, len(sequence.tokens) - 1, [generation.chosen])
+
+
+def row_of(generation: Generation, token: int) -> Row:
     try:
         return Row(token, *generation.feed(token))
     except ValueError as error:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import structlog
@@ -10,6 +10,7 @@ import structlog
 from blitzd.engine.options import Weights
 from blitzd.engine.prepared import Prepared, open_prepared, open_tokenizer
 from blitzd.engine.sources import Sources
+from blitzd.engine.tokenizer import Tokenizer
 from blitzd.engine.weights_filling import Filling
 from blitzd.engine.weights_pull import Peer, WeightPull, peers_of
 from blitzd.engine.weights_serve import Offer, WeightServer
@@ -39,17 +40,22 @@ class WeightLoader:
         message: pb.LoadModelRequest,
         deadline: float,
         tell: Callable[[pb.LoadProgress], None],
+        arriving: Callable[[Prepared], Awaitable[None]] | None = None,
     ) -> Prepared:
         """The model, whole and checked, and on offer to peers until `give_up`.
 
-        `tell` may be called from another thread. Raises InvalidField, Corrupt, MemoryError,
-        PeerLost, TimeoutError; then nothing is on offer.
+        `arriving` gets the model, whose weights are then as far as the watermark says, while
+        it comes from peers; the load ends when it has. `tell` may be called from another
+        thread. Raises InvalidField, Corrupt, MemoryError, PeerLost, TimeoutError; then nothing
+        is on offer.
         """
         directory = Path(message.model_path)
         try:
             if message.peers:
                 peers = peers_of(message)
-                prepared = await self._fill(self._resumed(directory), peers, deadline, tell)
+                prepared = await self._fill(
+                    self._resumed(directory), peers, deadline, tell, arriving
+                )
             else:
                 self._forget()
                 prepared = await asyncio.to_thread(open_prepared, directory, tell, self._how)
@@ -67,19 +73,25 @@ class WeightLoader:
         peers: list[Peer],
         deadline: float,
         tell: Callable[[pb.LoadProgress], None],
+        arriving: Callable[[Prepared], Awaitable[None]] | None,
     ) -> Prepared:
         began, resumed_at = time.monotonic(), filling.arrived
-        arriving = Offer(filling.digest, filling.buffer, filling.size, lambda: filling.arrived)
-        await self.server.offer(arriving)
+        offer = Offer(filling.digest, filling.buffer, filling.size, lambda: filling.arrived)
+        await self.server.offer(offer)
         # Beside the transfer, which mostly waits for the network.
         opening = asyncio.create_task(asyncio.to_thread(open_tokenizer, filling.directory))
         opening.add_done_callback(lambda done: done.cancelled() or done.exception())
+        early = asyncio.create_task(_hand_on(filling, opening, arriving))
         pull = WeightPull(filling, peers, self._ucx, self._sources, deadline)
         try:
             await pull.run(tell)
+            await early
         except Exception:
             self._keep(filling)
             raise
+        finally:
+            early.cancel()
+            await asyncio.wait([early])
         log.info(
             "weights received",
             bytes=filling.size,
@@ -114,3 +126,12 @@ class WeightLoader:
         if self._dropping is not None:
             self._dropping.cancel()
         self._kept = self._dropping = None
+
+
+async def _hand_on(
+    filling: Filling,
+    opening: "asyncio.Task[Tokenizer]",
+    arriving: Callable[[Prepared], Awaitable[None]] | None,
+) -> None:
+    if arriving is not None:
+        await arriving(filling.prepared(await asyncio.shield(opening)))

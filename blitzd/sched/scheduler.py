@@ -119,6 +119,19 @@ class Scheduler:
         self._sequences[sequence.id] = sequence
         self._running.append(sequence)
 
+    def keep(self, reservation: Reservation, sequence: Sequence, computed: int) -> None:
+        """Holds a sequence for export: KV of [0, computed), of some layers or all, now lies in
+        the reservation's blocks. It is not offered to the prefix cache."""
+        self._reservations.remove(reservation)
+        sequence.blocks = list(reservation.blocks)
+        sequence.computed = computed
+        sequence.phase = Phase.HELD
+        self._sequences[sequence.id] = sequence
+
+    def at_length(self, sequence: Sequence) -> bool:
+        """Its last token ends it."""
+        return len(sequence.tokens) >= self._length_limit(sequence)
+
     def release(self, sequence_id: int) -> bool:
         """Ends a held sequence. False when there is none of that id."""
         sequence = self._sequences.get(sequence_id)
@@ -331,7 +344,7 @@ class Scheduler:
         if token is None:
             return Finish.NONE
         sequence.tokens.append(token)
-        if stopped or len(sequence.tokens) >= self._length_limit(sequence):
+        if stopped or self.at_length(sequence):
             self.cancel(sequence.id)
             return Finish.STOP if stopped else Finish.LENGTH
         if sequence.hold:

@@ -131,6 +131,8 @@ class Client:
         self.epoch = epoch
         self.process = process
         self.outputs: dict[int, Output] = {}
+        self.relayed: dict[int, int] = {}
+        """Layers that ran here of requests that the paired worker took."""
         self.last = pb.StepReport()
         self.channel = Channel(path=str(process.socket))
         self.stub = pb.EngineStub(self.channel)
@@ -185,6 +187,7 @@ class Client:
             output.finish = finish
         for number, position, found in entries(report):
             self.outputs[number].logprobs[position] = found
+        self.relayed |= dict(zip(report.relayed_ids, report.relayed_layers, strict=True))
         for number, error in zip(report.failed_ids, report.errors, strict=True):
             output = self.outputs.setdefault(number, Output())
             output.finish, output.error = pb.FinishReason.ERROR, error
@@ -230,6 +233,10 @@ class Client:
         reply = await self.stub.health(pb.HealthRequest(), timeout=ANSWER_S)
         assert reply.holdings is not None
         return reply.holdings
+
+    async def holdings_or_none(self) -> pb.Holdings | None:
+        """None while no model is loaded."""
+        return (await self.stub.health(pb.HealthRequest(), timeout=ANSWER_S)).holdings
 
     async def close(self) -> None:
         if self._watching is not None:

@@ -4,6 +4,8 @@
 # This file has been @generated
 
 __all__ = (
+    "AckRelayReply",
+    "AckRelayRequest",
     "CancelReply",
     "CancelRequest",
     "DescribeReply",
@@ -13,6 +15,8 @@ __all__ = (
     "ExportKvReply",
     "ExportKvRequest",
     "FinishReason",
+    "FollowLiveReply",
+    "FollowLiveRequest",
     "HandoverFault",
     "HealthReply",
     "HealthRequest",
@@ -21,6 +25,7 @@ __all__ = (
     "Holdings",
     "ImportKvReport",
     "ImportKvRequest",
+    "KvSource",
     "LoadModelRequest",
     "LoadProgress",
     "PrefillReply",
@@ -36,6 +41,8 @@ __all__ = (
     "ServeWeightsReply",
     "ServeWeightsRequest",
     "StepReport",
+    "TakeRelayReply",
+    "TakeRelayRequest",
     "Transport",
     "WatchRequest",
     "WeightPeer",
@@ -238,6 +245,33 @@ class Transport(betterproto2.Enum):
 
 
 @dataclass(eq=False, repr=False)
+class AckRelayReply(betterproto2.Message):
+    granted: "bool" = betterproto2.field(1, betterproto2.TYPE_BOOL)
+    """
+    the request is the asking worker's now
+    """
+
+
+default_message_pool.register_message(
+    "blitzd.engine.v1", "AckRelayReply", AckRelayReply
+)
+
+
+@dataclass(eq=False, repr=False)
+class AckRelayRequest(betterproto2.Message):
+    source_epoch: "int" = betterproto2.field(1, betterproto2.TYPE_UINT64)
+
+    request_id: "int" = betterproto2.field(2, betterproto2.TYPE_UINT64)
+
+    refused: "bool" = betterproto2.field(3, betterproto2.TYPE_BOOL)
+
+
+default_message_pool.register_message(
+    "blitzd.engine.v1", "AckRelayRequest", AckRelayRequest
+)
+
+
+@dataclass(eq=False, repr=False)
 class CancelReply(betterproto2.Message):
     cancelled: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
 
@@ -398,9 +432,59 @@ class ExportKvRequest(betterproto2.Message):
     ask for layer_checksums
     """
 
+    first_layer: "int" = betterproto2.field(9, betterproto2.TYPE_UINT32)
+    """
+    Layers [first_layer, last_layer) are wanted; last_layer 0: all.
+    """
+
+    last_layer: "int" = betterproto2.field(10, betterproto2.TYPE_UINT32)
+
 
 default_message_pool.register_message(
     "blitzd.engine.v1", "ExportKvRequest", ExportKvRequest
+)
+
+
+@dataclass(eq=False, repr=False)
+class FollowLiveReply(betterproto2.Message):
+    taken: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
+    """
+    requests
+    """
+
+    fault: "HandoverFault" = betterproto2.field(
+        2, betterproto2.TYPE_ENUM, default_factory=lambda: HandoverFault(0)
+    )
+    """
+    NONE: drained
+    """
+
+    reason: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
+
+
+default_message_pool.register_message(
+    "blitzd.engine.v1", "FollowLiveReply", FollowLiveReply
+)
+
+
+@dataclass(eq=False, repr=False)
+class FollowLiveRequest(betterproto2.Message):
+    source_replica: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
+
+    source_epoch: "int" = betterproto2.field(2, betterproto2.TYPE_UINT64)
+
+    source_endpoint: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
+    """
+    its gRPC socket
+    """
+
+    transport: "Transport" = betterproto2.field(
+        4, betterproto2.TYPE_ENUM, default_factory=lambda: Transport(0)
+    )
+
+
+default_message_pool.register_message(
+    "blitzd.engine.v1", "FollowLiveRequest", FollowLiveRequest
 )
 
 
@@ -566,10 +650,34 @@ class ImportKvRequest(betterproto2.Message):
     compare each layer's with the source's
     """
 
+    rest: "KvSource | None" = betterproto2.field(
+        9, betterproto2.TYPE_MESSAGE, optional=True
+    )
+    """
+    The KV of layers from split_layer on lies with this one, that before with the source.
+    """
+
+    split_layer: "int" = betterproto2.field(10, betterproto2.TYPE_UINT32)
+
 
 default_message_pool.register_message(
     "blitzd.engine.v1", "ImportKvRequest", ImportKvRequest
 )
+
+
+@dataclass(eq=False, repr=False)
+class KvSource(betterproto2.Message):
+    replica_id: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
+
+    epoch: "int" = betterproto2.field(2, betterproto2.TYPE_UINT64)
+
+    endpoint: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
+    """
+    its gRPC socket
+    """
+
+
+default_message_pool.register_message("blitzd.engine.v1", "KvSource", KvSource)
 
 
 @dataclass(eq=False, repr=False)
@@ -591,6 +699,13 @@ class LoadModelRequest(betterproto2.Message):
     Whom to receive the weights from, over UCX: the next worker upstream in the chain first,
     its own sources after it. When one fails, the next gives what is still missing. None:
     model_path's own arena.bin; else it needs none.
+    """
+
+    live: "bool" = betterproto2.field(4, betterproto2.TYPE_BOOL)
+    """
+    Serve while the weights arrive: Prefill with `hold` is taken from the first progress
+    message on, each request runs a layer at a time as far as the layers that are there, and
+    a paired worker may take it over (TakeRelay). Needs peers, and a CPU.
     """
 
 
@@ -964,8 +1079,108 @@ class StepReport(betterproto2.Message):
         20, betterproto2.TYPE_FLOAT, repeated=True
     )
 
+    relayed_ids: "list[int]" = betterproto2.field(
+        23, betterproto2.TYPE_UINT64, repeated=True
+    )
+    """
+    Live prefills that the paired replica goes on with, and how many of their layers ran here:
+    the KV of those is held for export.
+    """
+
+    relayed_layers: "list[int]" = betterproto2.field(
+        24, betterproto2.TYPE_UINT32, repeated=True
+    )
+
 
 default_message_pool.register_message("blitzd.engine.v1", "StepReport", StepReport)
+
+
+@dataclass(eq=False, repr=False)
+class TakeRelayReply(betterproto2.Message):
+    request: "Request | None" = betterproto2.field(
+        1, betterproto2.TYPE_MESSAGE, optional=True
+    )
+    """
+    absent: nothing yet
+    """
+
+    drained: "bool" = betterproto2.field(2, betterproto2.TYPE_BOOL)
+    """
+    and nothing will come
+    """
+
+    layers_done: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
+    """
+    0: there are no hidden states
+    """
+
+    offset: "int" = betterproto2.field(4, betterproto2.TYPE_UINT64)
+    """
+    of the hidden states in the source's arena, [tokens, hidden]
+    """
+
+    length: "int" = betterproto2.field(5, betterproto2.TYPE_UINT64)
+    """
+    bytes
+    """
+
+    map_path: "str" = betterproto2.field(6, betterproto2.TYPE_STRING)
+    """
+    unix socket that hands out the arena's descriptor
+    """
+
+    ucx_address: "bytes" = betterproto2.field(7, betterproto2.TYPE_BYTES)
+    """
+    the source's fabric address, for TRANSPORT_UCX
+    """
+
+    fault: "HandoverFault" = betterproto2.field(
+        8, betterproto2.TYPE_ENUM, default_factory=lambda: HandoverFault(0)
+    )
+    """
+    with one, nothing else but the reason is set
+    """
+
+    reason: "str" = betterproto2.field(9, betterproto2.TYPE_STRING)
+
+
+default_message_pool.register_message(
+    "blitzd.engine.v1", "TakeRelayReply", TakeRelayReply
+)
+
+
+@dataclass(eq=False, repr=False)
+class TakeRelayRequest(betterproto2.Message):
+    source_epoch: "int" = betterproto2.field(1, betterproto2.TYPE_UINT64)
+    """
+    refused when the source has another
+    """
+
+    layout: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
+    """
+    of KV blocks, and the model's digest; refused when it differs
+    """
+
+    transport: "Transport" = betterproto2.field(
+        3, betterproto2.TYPE_ENUM, default_factory=lambda: Transport(0)
+    )
+
+    ucx_address: "bytes" = betterproto2.field(4, betterproto2.TYPE_BYTES)
+    """
+    the asking worker's fabric address, for TRANSPORT_UCX
+    """
+
+    ucx_tag: "int" = betterproto2.field(5, betterproto2.TYPE_UINT64)
+    """
+    names the transfer; drawn by the asking worker's fabric
+    """
+
+    wait_ms: "int" = betterproto2.field(6, betterproto2.TYPE_UINT32)
+
+
+default_message_pool.register_message(
+    "blitzd.engine.v1", "TakeRelayRequest", TakeRelayRequest
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -1219,6 +1434,75 @@ class EngineStub(betterproto2_grpclib.ServiceStub):
             metadata=metadata,
         )
 
+    async def take_relay(
+        self,
+        message: "TakeRelayRequest",
+        *,
+        timeout: "float | None" = None,
+        deadline: "Deadline | None" = None,
+        metadata: "MetadataLike | None" = None,
+    ) -> "TakeRelayReply":
+        """
+        Asked of a replica that serves while its weights arrive, by the worker that is paired with
+        it and has nothing else to do: the earliest request with the layers that it has behind it.
+        Answers when there is one, or with nothing after wait_ms.
+        """
+
+        return await self._unary_unary(
+            "/blitzd.engine.v1.Engine/TakeRelay",
+            message,
+            TakeRelayReply,
+            timeout=timeout,
+            deadline=deadline,
+            metadata=metadata,
+        )
+
+    async def ack_relay(
+        self,
+        message: "AckRelayRequest",
+        *,
+        timeout: "float | None" = None,
+        deadline: "Deadline | None" = None,
+        metadata: "MetadataLike | None" = None,
+    ) -> "AckRelayReply":
+        """
+        Asked by the same: it has the request and its hidden states, and runs it. Or, with
+        `refused`, does not: then the request goes on where it was.
+        """
+
+        return await self._unary_unary(
+            "/blitzd.engine.v1.Engine/AckRelay",
+            message,
+            AckRelayReply,
+            timeout=timeout,
+            deadline=deadline,
+            metadata=metadata,
+        )
+
+    async def follow_live(
+        self,
+        message: "FollowLiveRequest",
+        *,
+        timeout: "float | None" = None,
+        deadline: "Deadline | None" = None,
+        metadata: "MetadataLike | None" = None,
+    ) -> "FollowLiveReply":
+        """
+        Asked of the paired worker by the daemon: take requests over from that replica whenever
+        there is nothing else to do. Ends when the other's weights are all there and it has none
+        left, or with the fault that ended it; what was taken over goes on. Their tokens come
+        through Watch.
+        """
+
+        return await self._unary_unary(
+            "/blitzd.engine.v1.Engine/FollowLive",
+            message,
+            FollowLiveReply,
+            timeout=timeout,
+            deadline=deadline,
+            metadata=metadata,
+        )
+
     async def cancel(
         self,
         message: "CancelRequest",
@@ -1373,6 +1657,33 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
 
         raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
 
+    async def take_relay(self, message: "TakeRelayRequest") -> "TakeRelayReply":
+        """
+        Asked of a replica that serves while its weights arrive, by the worker that is paired with
+        it and has nothing else to do: the earliest request with the layers that it has behind it.
+        Answers when there is one, or with nothing after wait_ms.
+        """
+
+        raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
+
+    async def ack_relay(self, message: "AckRelayRequest") -> "AckRelayReply":
+        """
+        Asked by the same: it has the request and its hidden states, and runs it. Or, with
+        `refused`, does not: then the request goes on where it was.
+        """
+
+        raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
+
+    async def follow_live(self, message: "FollowLiveRequest") -> "FollowLiveReply":
+        """
+        Asked of the paired worker by the daemon: take requests over from that replica whenever
+        there is nothing else to do. Ends when the other's weights are all there and it has none
+        left, or with the fault that ended it; what was taken over goes on. Their tokens come
+        through Watch.
+        """
+
+        raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
+
     async def cancel(self, message: "CancelRequest") -> "CancelReply":
         """
         Forgets requests in whatever phase they are, freeing everything. Idempotent.
@@ -1480,6 +1791,30 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
         response = await self.resume_held(request)
         await stream.send_message(response)
 
+    async def __rpc_take_relay(
+        self, stream: "grpclib.server.Stream[TakeRelayRequest, TakeRelayReply]"
+    ) -> None:
+        request = await stream.recv_message()
+        assert request is not None
+        response = await self.take_relay(request)
+        await stream.send_message(response)
+
+    async def __rpc_ack_relay(
+        self, stream: "grpclib.server.Stream[AckRelayRequest, AckRelayReply]"
+    ) -> None:
+        request = await stream.recv_message()
+        assert request is not None
+        response = await self.ack_relay(request)
+        await stream.send_message(response)
+
+    async def __rpc_follow_live(
+        self, stream: "grpclib.server.Stream[FollowLiveRequest, FollowLiveReply]"
+    ) -> None:
+        request = await stream.recv_message()
+        assert request is not None
+        response = await self.follow_live(request)
+        await stream.send_message(response)
+
     async def __rpc_cancel(
         self, stream: "grpclib.server.Stream[CancelRequest, CancelReply]"
     ) -> None:
@@ -1565,6 +1900,24 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
                 grpclib.const.Cardinality.UNARY_UNARY,
                 ResumeHeldRequest,
                 ResumeHeldReply,
+            ),
+            "/blitzd.engine.v1.Engine/TakeRelay": grpclib.const.Handler(
+                self.__rpc_take_relay,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                TakeRelayRequest,
+                TakeRelayReply,
+            ),
+            "/blitzd.engine.v1.Engine/AckRelay": grpclib.const.Handler(
+                self.__rpc_ack_relay,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                AckRelayRequest,
+                AckRelayReply,
+            ),
+            "/blitzd.engine.v1.Engine/FollowLive": grpclib.const.Handler(
+                self.__rpc_follow_live,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                FollowLiveRequest,
+                FollowLiveReply,
             ),
             "/blitzd.engine.v1.Engine/Cancel": grpclib.const.Handler(
                 self.__rpc_cancel,
