@@ -51,7 +51,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of one request in a row without a new token: it may be what kills its workers."""
     resume_backoff_ms: Milliseconds = 100
     """Before a request goes on that a living replica has lost, since that one may be dying
-    (known within 100 ms); doubles with each loss in a row."""
+    (known within 100 ms); doubles with each loss in a row up to `restart_backoff_max_ms`."""
     null_ttl_ms: Milliseconds = 30_000
     """A warm spare that was not used for so long gives up its weights."""
     pair_cap: Count = 4

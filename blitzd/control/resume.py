@@ -79,10 +79,15 @@ def resume(
         fail(turn, request, "resumes_exhausted", attempts)
         return
     free(turn, request)
-    wait_ms = turn.policy.resume_backoff_ms << len(losses) if living else 0
-    retry_ns = turn.mono_ns + wait_ms * MS
+    retry_ns = turn.mono_ns + (_wait_ms(turn, len(losses)) if living else 0) * MS
     why = reason[:REASON_CHARS]
     turn.emit(ev.RequestResumed(request.id, cause, why, *on, sent, retry_ns))
+
+
+def _wait_ms(turn: Turn, losses: int) -> int:
+    """Bounded: an operator may allow hundreds of losses in a row."""
+    least = turn.policy.resume_backoff_ms
+    return min(least << min(losses, 16), max(least, turn.policy.restart_backoff_max_ms))
 
 
 def targets_exhausted(turn: Turn, request: Request) -> None:

@@ -305,3 +305,17 @@ def test_what_the_driver_counted_is_in_the_log_for_deciding_again() -> None:
     failed = [r.payload for r in world.log if isinstance(r.payload, ev.RequestFailed)]
     assert [f.code for f in failed] == ["resumes_exhausted"]
     assert redecide(world.log).difference is None
+
+
+def test_the_wait_after_losses_in_a_row_is_bounded_however_many_are_allowed() -> None:
+    """Doubled 63 times it would be no time that a log can hold."""
+    world = Harness(max_resumes=200, resume_backoff_ms=100, restart_backoff_max_ms=30_000)
+    world.serving("prefill")
+    world.arrive(1)
+    waits = []
+    for attempt in range(100):
+        lost = ev.RequestErrored("r0", 1, 1, "NaN in logits", attempt=attempt, lost=1)
+        waits.append((only(world.feed(lost), ev.RequestResumed).retry_ns - world.now) // MS)
+        world.after(ms=waits[-1])
+    assert waits[:3] == [100, 200, 400]
+    assert max(waits) == waits[-1] == 30_000
