@@ -13,7 +13,7 @@ import msgspec
 
 from blitzd.cli import settings
 from blitzd.cli.settings_layers import KEYS, SECTIONS
-from blitzd.control import policy
+from blitzd.control import policy, presets
 from blitzd.control.explain_rules import RULES
 from blitzd.events.record import REGISTRY, Durability, Kind, Payload
 from blitzd.fsm import request, table
@@ -199,7 +199,72 @@ def _attribute_docs(module: ModuleType) -> dict[tuple[str, str], str]:
     return found
 
 
-PAGES = {"states.md": states_page, "events.md": events_page, "config.md": config_page}
+BASELINES_INTRO = """
+`blitzd policy --preset NAME[,NAME...]`, `blitzd up --preset NAME`, `[baseline] preset = "NAME"` and
+`POST /admin/policy` with `{"preset": "NAME"}` set the switches below by the names of the original's
+build features. What is given beside it (`name=integer`, `[policy]` keys) goes over it. At run time
+the input `PolicyRequested` names the preset and `PolicyChanged` lists what changed.
+
+On one node a load is decided by `map` before anything moves, so every preset of the original
+switches `map` off: `blitzd` (ours) is the only one with it.
+"""
+
+BASELINES_NOTES = """
+## ServerlessLLM
+
+`cache_replace` counts on the host's copy of the model for `host_ttl_ms` after the last load (30 s
+in the original's code, `host_ttl_ms=300000` is the paper's study) and while a replica of the node
+has the weights; `HostCopyKept` and `HostCopyDropped` are in the log. A hit copies the file from
+the page cache into memory of the replica's own; a miss makes the kernel forget the file and reads
+it. What some process maps stays cached, so misses are as slow as the disk only while no replica
+maps the file: give the preset at the start, not in the middle.
+
+ServerlessLLM's optimum ("AllCache") is `eval_sllm_pro`. It revives, reuses in any role and
+mutates, and each load copies from the host.
+
+## DistServe
+
+`static` keeps the counts that were configured, which is DistServe: full with all replicas in
+`--prefill` and `--decode` and `--spare 0`, half with half of them. It also sets `autoscale` to 0.
+
+## Floors
+
+`mock_load_ms` and `mock_transfer_ms` (the original's `mock_load_millis`, `mock_transfer_millis`)
+are floors under the time of a load from the node itself and from a replica, with the real load
+inside. `motiv` with `mock_load_ms=N` is the study of SLO against stop time.
+"""
+
+
+def baselines_page() -> str:
+    lines = ["# Baselines", "", GENERATED.format(source="blitzd/control/presets.py"), ""]
+    lines += [*BASELINES_INTRO.strip().splitlines(), "", "## What a preset is", ""]
+    theory = cleandoc(presets.__doc__ or "").partition("\n\n")[2]
+    lines += [*theory.splitlines(), "", "## Every name", "", "| name | values, or why not |"]
+    lines.append("|---|---|")
+    lines += [f"| `{name}` | {_preset_row(name)} |" for name in sorted(presets.NAMES)]
+    return "\n".join([*lines, "", *BASELINES_NOTES.strip().splitlines(), ""])
+
+
+def _preset_row(name: str) -> str:
+    try:
+        values = presets.expand(name)
+    except presets.PresetRefused as error:
+        return f"refused: {str(error).removeprefix(f'{name}: ')}"
+    ours = policy.Policy()
+    changed = [
+        f"`{n}={v}`"
+        for n, v in sorted(values.items())
+        if n not in presets.SWITCHES or v != getattr(ours, n)
+    ]
+    return ", ".join(changed) or "the defaults"
+
+
+PAGES = {
+    "states.md": states_page,
+    "events.md": events_page,
+    "config.md": config_page,
+    "baselines.md": baselines_page,
+}
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from tests.corpus import LOGS, Expected
 
 RECORDS_MAX = 1100
 """Of a log. Enough for a state hash in it, small enough for a repository."""
-USUAL = ("pairs", "roles", "handovers", "restarts", "resumes", "plan", "11", "39")
+USUAL = ("pairs", "roles", "handovers", "restarts", "resumes", "plan", "presets", "11", "39")
 """Together they hold every type of record that the daemon writes."""
 
 SEGMENT_BYTES = 24 << 10
@@ -190,6 +190,32 @@ def restarts() -> list[Record]:
     return world.log
 
 
+def presets() -> list[Record]:
+    """Under ServerlessLLM's policy: a load from the host's copy, one from the disk after its
+    time; then loads over the network, by three other presets."""
+    world = Harness().serving("prefill", "decode", "spare", "spare")
+    world.feed(ev.PolicyRequested((("host_ttl_ms", 5000),), "impl_sllm,cache_replace"))
+    world.arrive(1)
+    world.first_token(1)
+    world.imported(1)
+    world.ended(1)
+    world.feed(ev.ScaleRequested(1, 2))
+    world.load("r2")
+    for replica in ("r0", "r1", "r2"):
+        world.feed(ev.WorkerExited(replica, 1, "killed"))
+    world.after(5000)
+    for replica in ("r0", "r1"):
+        world.attach(replica)
+        world.load(replica)
+    for preset in ("impl_rdma", "impl_nvl", "impl_fast", "impl_tanz"):
+        world.feed(ev.PolicyRequested((), preset))
+        world.feed(ev.RoleRequested("r3", "decode"))
+        world.load("r3")
+        world.feed(ev.DrainRequested("r3", 0))
+        world.feed(ev.DeactivateRequested("r3"))
+    return world.log
+
+
 def resumes() -> list[Record]:
     """A request that outlives a source, a target and a decode replica, another that is lost
     once too often, and tokens of an attempt that was over."""
@@ -228,6 +254,7 @@ def planned() -> list[Record]:
 
 
 SCRIPTS = {
+    "presets": presets,
     "pairs": live_pairs,
     "roles": roles,
     "handovers": handovers,

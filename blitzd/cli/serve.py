@@ -29,6 +29,7 @@ def up(
     decode: int | None = None,
     spare: int | None = None,
     autoscale: Annotated[bool | None, Parameter(negative="")] = None,
+    preset: str | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     device: str | None = None,
     weights: Weights | None = None,
@@ -67,6 +68,9 @@ def up(
     autoscale
         Give and take replicas by load, from all of these. Without it there are as many as
         were asked for, until `blitzd scale`.
+    preset
+        A baseline by the original's feature names, as in impl_sllm,cache_replace; see
+        docs/baselines.md.
     dtype
         Of weights and KV; by default float32 on a CPU, bfloat16 on GPUs.
     device
@@ -95,6 +99,7 @@ def up(
         "replicas.decode": ("--decode", decode),
         "replicas.spare": ("--spare", spare),
         "policy.autoscale": ("--autoscale", autoscale and 1),
+        "baseline.preset": ("--preset", preset),
         "model.dtype": ("--dtype", dtype),
         "engine.device": ("--device", device),
         "engine.weights": ("--weights", weights),

@@ -120,6 +120,12 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
     died has to come back to its workers."""
 
 
+class BaselineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    preset: str = ""
+    """Values of the policy by the original's feature names, as in impl_sllm,cache_replace; keys
+    of `[policy]` go over them. Empty: none. See docs/baselines.md."""
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     node: NodeSettings = NodeSettings()
     model: ModelSettings = ModelSettings()
@@ -129,6 +135,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     http: HttpSettings = HttpSettings()
     admin: AdminSettings = AdminSettings()
     limits: LimitSettings = LimitSettings()
+    baseline: BaselineSettings = BaselineSettings()
     policy: Policy = Policy()
 
 

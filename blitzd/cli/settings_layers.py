@@ -14,6 +14,7 @@ import msgspec
 from msgspec import inspect
 
 from blitzd.cli.settings import Settings, conflicts
+from blitzd.control.presets import PresetRefused, expand
 
 ENVIRONMENT = "BLITZD_"
 
@@ -157,11 +158,24 @@ class _Layers:
         sections = {}
         for field in msgspec.structs.fields(Settings):
             given = {k: v for (section, k), v in self._values.items() if section == field.name}
+            if field.name == "policy":
+                preset = self._preset()
+                for name in preset.keys() - given.keys():
+                    self._origins["policy", name] = "baseline.preset"
+                given = preset | given
             sections[field.name] = field.type(**given)
         settings = Settings(**sections)
         if found := conflicts(settings):
             raise SettingsError([self._where(problem) for problem in found])
         return Loaded(settings, self._origins)
+
+    def _preset(self) -> dict[str, int]:
+        named = ("baseline", "preset")
+        preset = self._values.get(named, "")
+        try:
+            return expand(preset) if preset else {}
+        except PresetRefused as error:
+            raise SettingsError([f"{self._origins[named]}: baseline.preset: {error}"]) from error
 
     def _where(self, problem: str) -> str:
         origins = {

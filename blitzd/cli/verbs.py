@@ -144,22 +144,25 @@ def scale(
     return _do("/admin/scale", body, where, (scaled(), timeout) if wait else None)
 
 
-def policy(*changes: str, where: Here = Where()) -> int:  # noqa: B008
+def policy(*changes: str, preset: str = "", where: Here = Where()) -> int:  # noqa: B008
     """Show the numbers that decisions depend on, or change some until the next start.
 
     Parameters
     ----------
     changes
         name=integer, as in drain_ms=30000; none: show them.
+    preset
+        A baseline by the original's feature names, as in impl_sllm,cache_replace, or blitzd for
+        none; see docs/baselines.md. Changes go over it.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"preset": preset} if preset else {}
     for change in changes:
         name, _, value = change.partition("=")
         if not value.lstrip("-").isdecimal():
             print(f"blitzd policy: {change}; accepted: name=integer", file=sys.stderr)
             return 2
         values[name] = int(value)
-    if changes:
+    if values:
         return _do("/admin/policy", values, where, None)
     return report("policy", where, lambda client: _show_policy(client.get("/admin/policy"), where))
 

@@ -38,6 +38,10 @@ class LoadModel:
     epoch: int
     peers: tuple[tuple[str, int], ...] = ()
     """(replica, epoch) of those that give the weights, nearest first; none: the node's file."""
+    rung: str = "map"
+    """Of the ladder; without peers, how the file is taken: map, host or disk."""
+    floor_ms: int = 0
+    """The load takes at least so long."""
 
 
 @dataclass(frozen=True, slots=True)

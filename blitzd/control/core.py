@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from blitzd.control import (
     audit,
     handoff,
+    host_cache,
     leases,
     planner,
     replicas,
@@ -49,6 +50,7 @@ def _ticked(turn: Turn, _: ev.Ticked) -> None:
     leases.expire(turn)
     requests.expire(turn)
     roles.expire(turn)
+    host_cache.expire(turn)
 
 
 def _stop_requested(turn: Turn, stop: ev.StopRequested) -> None:

@@ -34,6 +34,7 @@ SCALING = (
     ev.ShutdownStarted,
     ev.ReplicaExpired,
 )
+RAISES = ev.ReplicaRevived | ev.NullReused | ev.RoleAssigned | ev.LoadStarted
 LEASE = ("lease_ttl_ms", "lease_stall_ms")
 POLICY_OF: dict[type[Payload], tuple[str, ...]] = {
     ev.RequestRejected: ("max_queued_requests",),
@@ -47,7 +48,12 @@ POLICY_OF: dict[type[Payload], tuple[str, ...]] = {
     ev.RequestResumed: ("max_resumes", "resume_backoff_ms"),
     ev.WorkerLost: ("restart_backoff_ms", "restart_backoff_max_ms"),
     ev.LoadFailed: ("restart_backoff_ms", "restart_backoff_max_ms"),
-    ev.LoadStarted: ("weights_from_peers",),
+    ev.LoadStarted: ("ladder_map", "ladder_nvlink", "ladder_chain", "ladder_p2p", "ladder_host"),
+    ev.HostCopyDropped: ("host_ttl_ms",),
+    ev.ReplicaRevived: ("ladder_revive",),
+    ev.NullReused: ("ladder_revive", "ladder_reuse", "ladder_reuse_any"),
+    ev.RoleAssigned: ("ladder_revive", "ladder_reuse", "ladder_reuse_any"),
+    ev.MutationStarted: ("ladder_mutate",),
     ev.LoadFinished: ("mutate_after_load",),
     ev.ReplicaDeactivated: ("null_ttl_ms",),
     ev.PairOpened: ("pair_cap",),
@@ -80,6 +86,8 @@ def facts_of(state: ClusterState, policy: Policy, record: Record, cause: Payload
         found |= _admission_facts(state)
     if isinstance(event, SCALING) or isinstance(cause, ev.ScaleRequested):
         found["scale"] = _scale_facts(state)
+    if isinstance(event, RAISES) and event.rung:
+        found["ladder"] = dict(event.skipped) | {event.rung: "taken"}
     if isinstance(event, ev.PlanDecided | ev.PlanHeld):
         found |= plan_facts(state, policy, event)
     if names := POLICY_OF.get(type(event)):

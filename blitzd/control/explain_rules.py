@@ -96,6 +96,8 @@ RULES: dict[type[Payload], str] = {
     ),
     ev.PlannerPinned: "An operator who sets counts owns them for manual_hold_ms (0: for good).",
     ev.PlannerReleased: "The counts are the planner's again: an operator said so, or time is over.",
+    ev.HostCopyKept: "A load has read the model into the node's memory; ladder_host counts on it.",
+    ev.HostCopyDropped: "host_ttl_ms after the last load, and no replica of the node has weights.",
     ev.CommandRefused: "A command that does not fit the state is refused; nothing else changed.",
     ev.RequestAccepted: "The node runs, the queue has room, and some replica is large enough.",
     ev.RequestRejected: (

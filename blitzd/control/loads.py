@@ -1,97 +1,119 @@
-"""Where a replica that is to load gets its weights from."""
+"""The lower rungs of the ladder: where a replica that is to load gets its weights from.
 
-from collections.abc import Iterable, Sequence
+Every load is decided here, also those of a boot and of a restart. The rungs are asked in
+order, each for all that are still without a source.
+"""
 
-from blitzd.control import multicast
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from blitzd.control import host_cache
 from blitzd.control.commands import LoadModel
-from blitzd.control.topology import topology_of
+from blitzd.control.holders import Upstream, chains, from_source, givers, kv_leaves
+from blitzd.control.ladder import is_off
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
-from blitzd.fsm import ClusterState, Replica, ReplicaState
-from blitzd.fsm.table import LOADING, WITHOUT_WEIGHTS
+from blitzd.fsm import Replica
+from blitzd.fsm.table import LOADING
 
-S = ReplicaState
-KV_LEAVES = frozenset(
-    {S.PREFILL, S.OLD_PREFILL, S.REFACTORY_PREFILL, S.MUTATING_TO_DECODE, S.SHUTTING_PREFILL}
-)
-"""Whose egress is for KV: weights and KV never share the direction of a link."""
-PEERS = 8
-"""That a load may turn to, nearest first."""
 TRIES = 2
 """From peers, in a row, before the node's own file is taken."""
 
-Upstream = tuple[tuple[str, int], ...]
-"""(replica, epoch), nearest first."""
+Sources = dict[str, Upstream]
+"""By replica. Nobody upstream: from the node's own file."""
+
+
+class LoadRung(NamedTuple):
+    name: str
+    find: Callable[[Turn, Sequence[Replica]], Sources]
+    none: str
+    """Said to those it has no source for."""
+    from_peers: bool = False
 
 
 def start(turn: Turn, replicas: Sequence[Replica]) -> None:
-    """Starts the loads of these replicas, which are Inactive and have a worker.
+    """Starts the loads of these replicas, which are Inactive and have a worker."""
+    left = {replica.id: replica for replica in replicas}
+    skipped: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for rung in RUNGS:
+        if not left:
+            return
+        off = is_off(turn.policy, rung.name)
+        found = {} if off else rung.find(turn, _asking(rung, left.values()))
+        # In the order of the chains: no state shows a load from one that does not load yet.
+        for replica_id, upstream in found.items():
+            _begin(turn, left.pop(replica_id), rung.name, upstream, tuple(skipped[replica_id]))
+        for replica in left.values():
+            tired = rung.from_peers and replica.peer_failures >= TRIES
+            why = off or (f"peers failed it {TRIES} times in a row" if tired else rung.none)
+            skipped[replica.id].append((rung.name, why))
 
-    From replicas that have the weights, in chains, if the policy says so and one has a free
-    egress; else from the file that the node maps.
-    """
-    from_peers: dict[str, Upstream] = {}
-    if turn.policy.weights_from_peers:
-        from_peers = _upstreams(turn, [r for r in replicas if r.peer_failures < TRIES])
-    # In the order of the chains: no state shows a load from one that does not load yet.
-    for replica_id in [*from_peers, *(r.id for r in replicas if r.id not in from_peers)]:
-        replica = turn.state.replicas[replica_id]
-        upstream = from_peers.get(replica_id, ())
-        source = upstream[0][0] if upstream else "map"
-        turn.emit(ev.LoadStarted(replica.id, replica.epoch, replica.role, source, upstream))
-        turn.command(LoadModel(replica.id, replica.epoch, upstream))
+
+def _asking(rung: LoadRung, replicas: Iterable[Replica]) -> list[Replica]:
+    return [r for r in replicas if not rung.from_peers or r.peer_failures < TRIES]
 
 
-def _upstreams(turn: Turn, targets: Sequence[Replica]) -> dict[str, Upstream]:
+def _begin(
+    turn: Turn,
+    replica: Replica,
+    rung: str,
+    upstream: Upstream,
+    skipped: tuple[tuple[str, str], ...],
+) -> None:
+    source = upstream[0][0] if upstream else rung
+    turn.emit(
+        ev.LoadStarted(replica.id, replica.epoch, replica.role, source, upstream, rung, skipped)
+    )
+    policy = turn.policy
+    floor_ms = policy.mock_transfer_ms if upstream else policy.mock_load_ms
+    turn.command(LoadModel(replica.id, replica.epoch, upstream, rung, floor_ms))
+
+
+def _own_file(_: Turn, targets: Sequence[Replica]) -> Sources:
+    return {replica.id: () for replica in targets}
+
+
+def _neighbours(turn: Turn, targets: Sequence[Replica]) -> Sources:
+    """Chains inside a node. A prefill gives too: its KV leaves by the network."""
     if not targets:
         return {}
-    replicas, sources = turn.state.replicas, _sources(turn, {r.id for r in targets})
-    busy = {replica.id for replica in sources if replica.state in KV_LEAVES}
-    chains = multicast.plan(
-        topology_of(turn.state), [r.id for r in sources], [r.id for r in targets], busy
-    )
-    found: dict[str, Upstream] = {}
-    for chain in chains:
-        source = replicas[chain.source]
-        upstream: Upstream = ((source.id, source.epoch), *source.peers)
-        for target_id in chain.targets:
-            found[target_id] = upstream[:PEERS]
-            upstream = ((target_id, replicas[target_id].epoch), *upstream)
+    found: Sources = {}
+    by_node: dict[str, list[Replica]] = defaultdict(list)
+    for target in targets:
+        by_node[target.node].append(target)
+    holders = givers(turn, targets)
+    for node, group in by_node.items():
+        here = [replica for replica in holders if replica.node == node]
+        found |= chains(turn, here, group, set())
     return found
 
 
-def _sources(turn: Turn, targets: set[str]) -> list[Replica]:
-    """Those that have the weights, or are getting them, and give them to nobody yet."""
-    feeding = turn.state.feeding()
-    return [
-        replica
-        for replica in _holders(turn.state.replicas.values())
-        if replica.id not in feeding and not _leans_on(turn.state, replica, targets)
-    ]
+def _chain(turn: Turn, targets: Sequence[Replica]) -> Sources:
+    if not targets:
+        return {}
+    holders = givers(turn, targets)
+    return chains(turn, holders, targets, kv_leaves(turn, holders))
 
 
-def _leans_on(state: ClusterState, replica: Replica, targets: set[str]) -> bool:
-    """Whether it may turn to one of them, now or later, for what it does not have yet: each
-    would wait for the other."""
-    open_, seen = [replica], {replica.id}
-    while open_:
-        for peer_id, epoch in open_.pop().peers:
-            peer = state.replicas.get(peer_id)
-            if peer is None or peer.epoch != epoch or peer_id in seen:
-                continue
-            if peer_id in targets:
-                return True
-            seen.add(peer_id)
-            open_.append(peer)
-    return False
+def _point_to_point(turn: Turn, targets: Sequence[Replica]) -> Sources:
+    """Each source gives to one: no more loads at a time than there are sources."""
+    holders = [r for r in givers(turn, targets) if r.state not in LOADING]
+    busy = kv_leaves(turn, holders)
+    free = [replica for replica in holders if replica.id not in busy]
+    return {target.id: from_source(source) for target, source in zip(targets, free, strict=False)}
 
 
-def _holders(replicas: Iterable[Replica]) -> list[Replica]:
-    return [
-        replica
-        for replica in replicas
-        if replica.worker == "attached"
-        and (replica.state in LOADING or replica.state not in WITHOUT_WEIGHTS)
-        # It serves while it loads: its links are spoken for.
-        and replica.state is not S.NEW_PREFILL
-    ]
+def _host_copy(turn: Turn, targets: Sequence[Replica]) -> Sources:
+    hits = {node for node in {r.node for r in targets} if host_cache.has_copy(turn, node)}
+    return {replica.id: () for replica in targets if replica.node in hits}
+
+
+RUNGS: Sequence[LoadRung] = (
+    LoadRung("map", _own_file, ""),
+    LoadRung("nvlink", _neighbours, "nobody of its node has weights to give", True),
+    LoadRung("chain", _chain, "nobody with a free egress has weights to give", True),
+    LoadRung("p2p", _point_to_point, "nobody with a free egress has all the weights", True),
+    LoadRung("host", _host_copy, "no load left a copy here and no replica has the weights"),
+    LoadRung("disk", _own_file, ""),
+)

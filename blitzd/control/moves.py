@@ -1,5 +1,7 @@
 """The moves that commands, scaling and restarts are made of, each one event or a few."""
 
+from typing import NamedTuple
+
 from blitzd.control.commands import EndWorker, ResetWorker
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
@@ -39,15 +41,26 @@ def shut(turn: Turn, replica: Replica, reason: str, deadline_ns: int = 0) -> Non
     turn.emit(ev.ShutdownStarted(replica.id, replica.epoch, reason, deadline_ns))
 
 
-def revive(turn: Turn, replica: Replica) -> None:
+class Step(NamedTuple):
+    """Where on the ladder a replica was found; by default an operator named it."""
+
+    rung: str = ""
+    skipped: tuple[tuple[str, str], ...] = ()
+    """(rung, why it did not apply) of those before."""
+
+
+NAMED = Step()
+
+
+def revive(turn: Turn, replica: Replica, step: Step = NAMED) -> None:
     role = replica.null_role
     trigger = "revive_colocated" if role == "colocated" else "revive"
-    turn.emit(ev.ReplicaRevived(replica.id, replica.epoch, role, trigger))
+    turn.emit(ev.ReplicaRevived(replica.id, replica.epoch, role, trigger, *step))
     _open_decode(turn, replica)
 
 
-def reuse(turn: Turn, replica: Replica, role: str) -> None:
-    turn.emit(ev.NullReused(replica.id, replica.epoch, role))
+def reuse(turn: Turn, replica: Replica, role: str, step: Step = NAMED) -> None:
+    turn.emit(ev.NullReused(replica.id, replica.epoch, role, *step))
     _open_decode(turn, replica)
 
 

@@ -12,6 +12,7 @@ Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
 Flag = Annotated[int, Meta(ge=0, le=1)]
 OrNone = Annotated[int, Meta(ge=0, le=1_000_000_000)]
 """0: none."""
+Floor = Annotated[int, Meta(ge=0, le=300_000)]
 
 
 class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,9 +59,35 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Requests under way in a live pair."""
     mutate_after_load: Flag = 0
     """1: a decode load ends in MutatingToDecode, as in the ServerlessLLM baseline."""
-    weights_from_peers: Flag = 0
-    """1: replicas load from those that have the weights, in chains over UCX; 0: they map the
-    node's file."""
+
+    # The ladder (`control/ladder.py`): how one more replica of a role is had, the first rung
+    # that applies. 1: the rung is on. The last one, reading the disk, always is.
+    ladder_mutate: Flag = 1
+    """Before it: prefill replicas that are too many turn into decode ones that are missing."""
+    ladder_revive: Flag = 1
+    """One that still shuts from the role serves on."""
+    ladder_reuse: Flag = 1
+    """One that is empty and still has the weights serves again."""
+    ladder_reuse_any: Flag = 1
+    """0: only in the role that it had."""
+    ladder_map: Flag = 1
+    """The node's pool, the prepared file, is mapped: no second copy."""
+    ladder_nvlink: Flag = 1
+    """A chain from a replica of the same scale-up domain; its network links do not matter."""
+    ladder_chain: Flag = 1
+    """A chain from a replica whose egress is free; each that loads forwards what arrives."""
+    ladder_p2p: Flag = 1
+    """One replica gives the weights to one that loads."""
+    ladder_host: Flag = 0
+    """The host's copy is copied: ServerlessLLM's cache, kept for `host_ttl_ms` after a load."""
+    host_ttl_ms: OrNone = 30_000
+    """0: it is always there."""
+    ladder_prefills_give: Flag = 0
+    """1: over the network prefill replicas give weights too, though their KV leaves that way."""
+    mock_load_ms: Floor = 0
+    """Floor under the time of a load from the node itself, for experiments."""
+    mock_transfer_ms: Floor = 0
+    """Floor under the time of a load from a replica."""
     restart_backoff_ms: Milliseconds = 500
     """Before the second restart in a row; doubles up to `restart_backoff_max_ms`."""
     restart_backoff_max_ms: Milliseconds = 30_000

@@ -1,6 +1,6 @@
 """Decisions about replicas: boot, worker life, loading."""
 
-from blitzd.control import loads
+from blitzd.control import host_cache, loads
 from blitzd.control.commands import EndWorker, ResetWorker, SpawnWorker
 from blitzd.control.resume import leave
 from blitzd.control.turn import Turn
@@ -132,6 +132,7 @@ def load_ended(turn: Turn, ended: ev.LoadEnded) -> None:
                 _trigger_of(turn, replica),
             )
         )
+        host_cache.keep(turn, replica)
         if turn.state.replicas[replica.id].state is ReplicaState.AUS_DECODE:
             turn.emit(ev.DecodeOpened(replica.id, replica.epoch))
 

@@ -5,7 +5,7 @@ step on: a stand-in where nobody else has its role, the drain, the end of the wo
 next worker's load. So it goes on after a crash of the daemon, and replays.
 """
 
-from blitzd.control import moves
+from blitzd.control import ladder, moves
 from blitzd.control.moves import MS, SERVING_AS, SHUTTING, STOPPABLE_LOADS, refuse
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
@@ -140,28 +140,12 @@ def _covered(turn: Turn, replica: Replica) -> bool:
     others = [r for r in turn.state.replicas.values() if r is not replica]
     if any(r.stands_in == replica.id for r in others):
         return False
-    stand_in = _spare_for(others, replica.role)
-    if stand_in is None:
+    raised = ladder.climb(turn, replica.role, 1, at_once=True)
+    if not raised:
         return True
-    if stand_in.state in SHUTTING:
-        moves.revive(turn, stand_in)
-    elif stand_in.state is S.SHUTTING_NULL:
-        moves.reuse(turn, stand_in, replica.role)
-    else:
-        turn.emit(ev.RoleAssigned(stand_in.id, replica.role))
+    [stand_in] = raised
     turn.emit(ev.StandInCalled(stand_in.id, replica.id))
     return stand_in.state in DOES[replica.role]
-
-
-def _spare_for(others: list[Replica], role: str) -> Replica | None:
-    """The one that could serve soonest."""
-    spares = [r for r in others if r.role == "spare" and not r.cordoned and not r.restart_epoch]
-    ranked = {
-        0: [r for r in spares if r.state in SHUTTING and r.null_role == role],
-        1: [r for r in spares if r.state is S.SHUTTING_NULL],
-        2: [r for r in spares if r.state is S.INACTIVE and r.worker == "attached"],
-    }
-    return next((found[0] for found in ranked.values() if found), None)
 
 
 # All, in turn.

@@ -1,7 +1,7 @@
 """Decisions about roles: operators' commands, and what follows when a replica that drains,
 mutates or pairs has nothing left to wait for."""
 
-from blitzd.control import moves, restarts
+from blitzd.control import moves, presets, restarts
 from blitzd.control.commands import DecodeLocally, LoadModel
 from blitzd.control.moves import (
     MS,
@@ -128,10 +128,16 @@ def policy_requested(turn: Turn, wanted: ev.PolicyRequested) -> None:
             continue
         refuse_value(turn, "policy", "", name, reason)
         return
-    for name, reason in Policy.of(values | dict(wanted.values)).conflicts()[:1]:
+    try:
+        preset = presets.expand(wanted.preset) if wanted.preset else {}
+    except presets.PresetRefused as refused:
+        refuse_value(turn, "policy", "", "preset", str(refused))
+        return
+    asked = preset | dict(wanted.values)
+    for name, reason in Policy.of(values | asked).conflicts()[:1]:
         refuse_value(turn, "policy", "", name, reason)
         return
-    changed = sorted((n, values[n], new) for n, new in dict(wanted.values).items())
+    changed = sorted((n, values[n], new) for n, new in asked.items())
     changes = tuple(change for change in changed if change[1] != change[2])
     if changes:
         turn.emit(ev.PolicyChanged(changes))

@@ -1,7 +1,8 @@
 """Scaling to the counts that an operator wants, and the choice of who comes and who goes."""
 
-from blitzd.control import moves
-from blitzd.control.moves import SERVING_AS, SHUTTING, STOPPABLE_LOADS, named, refuse
+from blitzd.control import ladder, moves
+from blitzd.control.ladder import idlest_first
+from blitzd.control.moves import SERVING_AS, STOPPABLE_LOADS, named, refuse
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
 from blitzd.fsm import Replica, ReplicaState
@@ -59,14 +60,14 @@ def scale(turn: Turn) -> None:
         "prefill": node.wanted_prefill - _count(turn, "prefill"),
         "decode": node.wanted_decode - _count(turn, "decode"),
     }
-    both = min(-missing["prefill"], missing["decode"])
+    both = min(-missing["prefill"], missing["decode"]) if turn.policy.ladder_mutate else 0
     if both > 0:
         mutated = _mutate(turn, both)
         missing["prefill"] += mutated
         missing["decode"] -= mutated
     for role in ("decode", "prefill"):
         if missing[role] > 0:
-            _raise(turn, role, missing[role])
+            ladder.climb(turn, role, missing[role])
         elif missing[role] < 0:
             _lower(turn, role, -missing[role])
 
@@ -84,39 +85,15 @@ def _of_role(turn: Turn, role: str, *states: ReplicaState) -> list[Replica]:
     return [r for r in turn.state.in_states(*states, role=role) if not r.stands_in]
 
 
-def _idlest_first(turn: Turn, replicas: list[Replica]) -> list[Replica]:
-    """Those that are idle, then those with the fewest blocks reserved."""
-    return sorted(replicas, key=lambda r: (turn.state.blocks_reserved(r.id), r.id))
-
-
 # Each ranks once and takes from the front: thousands may come or go in one turn, and taking
 # one changes nothing about the order of the others.
 
 
 def _mutate(turn: Turn, count: int) -> int:
-    chosen = _idlest_first(turn, _of_role(turn, "prefill", S.PREFILL))[:count]
+    chosen = idlest_first(turn, _of_role(turn, "prefill", S.PREFILL))[:count]
     for replica in chosen:
         turn.emit(ev.MutationStarted(replica.id, replica.epoch, "decode"))
     return len(chosen)
-
-
-def _spare(turn: Turn, *states: ReplicaState) -> list[Replica]:
-    return [r for r in turn.state.in_states(*states, role="spare") if not r.cordoned]
-
-
-def _raise(turn: Turn, role: str, count: int) -> None:
-    """Those that still shut from the role, then warm ones, then ones without weights."""
-    shutting = [r for r in _spare(turn, *SHUTTING) if r.null_role == role]
-    for replica in _idlest_first(turn, shutting)[:count]:
-        moves.revive(turn, replica)
-        count -= 1
-    # One that had the role before needs no change of its guard.
-    nulls = _spare(turn, S.SHUTTING_NULL)
-    for replica in sorted(nulls, key=lambda r: (r.null_role != role, r.null_ns, r.id))[:count]:
-        moves.reuse(turn, replica, role)
-        count -= 1
-    for replica in _spare(turn, S.INACTIVE)[:count]:
-        turn.emit(ev.RoleAssigned(replica.id, role))
 
 
 def _lower(turn: Turn, role: str, count: int) -> None:
@@ -124,6 +101,6 @@ def _lower(turn: Turn, role: str, count: int) -> None:
     idle, then what has least to finish; never the last that serves."""
     pending = _of_role(turn, role, S.INACTIVE, S.FAILED, *STOPPABLE_LOADS)
     pending.sort(key=lambda r: (r.state in STOPPABLE_LOADS, r.layers_ready, r.id))
-    serving = _idlest_first(turn, _of_role(turn, role, SERVING_AS[role]))
+    serving = idlest_first(turn, _of_role(turn, role, SERVING_AS[role]))
     for replica in (*pending, *serving[:-1])[:count]:
         moves.lower(turn, replica, "scale")

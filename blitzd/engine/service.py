@@ -165,6 +165,7 @@ class EngineService(pb.EngineBase):
 
     async def _load(self, message: pb.LoadModelRequest) -> AsyncGenerator[pb.LoadProgress]:
         loop = asyncio.get_running_loop()
+        floor = loop.time() + message.floor_ms / 1e3
         moved: asyncio.Queue[pb.LoadProgress | None] = asyncio.Queue()
 
         def tell(progress: pb.LoadProgress) -> None:
@@ -177,6 +178,7 @@ class EngineService(pb.EngineBase):
                 self._progress = progress
                 yield progress
             replica = await opening
+            await asyncio.sleep(floor - loop.time())
             if not message.live:
                 await self._install(replica)
         except BaseException:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import os
 from pathlib import Path
 
 from blitzd.engine.layout import Layout, Section
@@ -12,6 +14,13 @@ def map_weights(directory: Path) -> mmap.mmap:
     """`directory`/arena.bin read-only and shared: no second copy in memory."""
     with (directory / "arena.bin").open("rb") as handle:
         return mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
+
+
+def drop_cached(directory: Path) -> None:
+    """Lets the kernel forget what it keeps of `directory`/arena.bin, so that reading it reads
+    the disk. Pages that a process maps stay; without a file there is nothing to do."""
+    with contextlib.suppress(FileNotFoundError), (directory / "arena.bin").open("rb") as handle:
+        os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def own_memory(size: int) -> mmap.mmap:

@@ -1,6 +1,7 @@
 """Brings a model's weights in, from wherever the daemon says, and offers them to peers."""
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from blitzd.engine.options import Weights
 from blitzd.engine.prepared import Prepared, open_prepared, open_tokenizer
 from blitzd.engine.sources import Sources
 from blitzd.engine.tokenizer import Tokenizer
+from blitzd.engine.weights import drop_cached
 from blitzd.engine.weights_filling import Filling
 from blitzd.engine.weights_pull import Peer, WeightPull, peers_of
 from blitzd.engine.weights_serve import Offer, WeightServer
@@ -58,7 +60,7 @@ class WeightLoader:
                 )
             else:
                 self._forget()
-                prepared = await asyncio.to_thread(open_prepared, directory, tell, self._how)
+                prepared = await asyncio.to_thread(self._take, message.file, directory, tell)
             size = len(prepared.weights)
             whole = Offer(prepared.config.digest, prepared.weights, size, lambda: size)
             await self.server.offer(whole)
@@ -66,6 +68,18 @@ class WeightLoader:
         except BaseException:
             await self.server.withdraw()
             raise
+
+    def _take(
+        self, file: pb.FileAccess, directory: Path, tell: Callable[[pb.LoadProgress], None]
+    ) -> Prepared:
+        if file is pb.FileAccess.UNSPECIFIED:
+            return open_prepared(directory, tell, self._how)
+        if file is pb.FileAccess.DISK:
+            drop_cached(directory)
+        source = file.name.lower()
+        return open_prepared(
+            directory, lambda moved: tell(dataclasses.replace(moved, source=source)), "copy"
+        )
 
     async def _fill(
         self,

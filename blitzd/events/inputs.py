@@ -259,11 +259,13 @@ class RollingRestartRequested(Payload, frozen=True, array_like=True):
     """Of each replica, as in RestartRequested."""
 
 
-@record_type(27, Kind.INPUT, Durability.ACK)
+@record_type(27, Kind.INPUT, Durability.ACK, schema_version=2)
 class PolicyRequested(Payload, frozen=True, array_like=True):
     """An operator wants other numbers in the policy, until the next start."""
 
     values: tuple[tuple[str, int], ...]
+    preset: str = ""
+    """The name, or names with commas, of a baseline; `values` go over it."""
 
 
 @record_type(29, Kind.INPUT, Durability.ACK)

@@ -49,3 +49,18 @@ class PlannerReleased(Payload, frozen=True, array_like=True):
     """The planner decides again. `reason` is "operator" or "hold is over"."""
 
     reason: str
+
+
+@record_type(154, Kind.EVENT)
+class HostCopyKept(Payload, frozen=True, array_like=True):
+    """A node's memory holds the model: a load there has just ended. Only while the policy
+    asks for it (`ladder_host`, `host_ttl_ms`)."""
+
+    node: str
+
+
+@record_type(155, Kind.EVENT)
+class HostCopyDropped(Payload, frozen=True, array_like=True):
+    """No load may count on the node's copy: its time is over and no replica has the weights."""
+
+    node: str

@@ -55,7 +55,7 @@ class ReplicaRetired(Payload, frozen=True, array_like=True):
     replica: str
 
 
-@record_type(120, Kind.EVENT, Durability.ACK, schema_version=2)
+@record_type(120, Kind.EVENT, Durability.ACK, schema_version=3)
 class LoadStarted(Payload, frozen=True, array_like=True):
     """The worker was told to load the model for this role. Weights that come from a replica
     reserve the link between the two until the load ends."""
@@ -64,9 +64,13 @@ class LoadStarted(Payload, frozen=True, array_like=True):
     epoch: int
     role: str
     source: str
-    """A replica, or "map": the node's file."""
+    """A replica, or "map" (the node's file, mapped), "host" (copied from its cache) or "disk"."""
     peers: tuple[tuple[str, int], ...] = ()
     """(replica, epoch): the source, then whom to turn to when it fails."""
+    rung: str = ""
+    """Of the ladder."""
+    skipped: tuple[tuple[str, str], ...] = ()
+    """(rung, why it did not apply) of those before it."""
 
 
 @record_type(121, Kind.EVENT, Durability.LAZY, schema_version=2)
@@ -175,7 +179,7 @@ class ShutdownStarted(Payload, frozen=True, array_like=True):
     deadline_ns: int
 
 
-@record_type(131, Kind.EVENT, Durability.ACK, schema_version=2)
+@record_type(131, Kind.EVENT, Durability.ACK, schema_version=3)
 class ReplicaRevived(Payload, frozen=True, array_like=True):
     """A replica that was shutting serves again."""
 
@@ -184,6 +188,10 @@ class ReplicaRevived(Payload, frozen=True, array_like=True):
     role: str
     trigger: str = "revive"
     """The table's: revive or revive_colocated."""
+    rung: str = ""
+    """Of the ladder; empty: an operator named the replica."""
+    skipped: tuple[tuple[str, str], ...] = ()
+    """(rung, why it did not apply) of those before it."""
 
 
 @record_type(132, Kind.EVENT, Durability.ACK)
@@ -203,13 +211,17 @@ class ReplicaExpired(Payload, frozen=True, array_like=True):
     reason: str
 
 
-@record_type(134, Kind.EVENT, Durability.ACK)
+@record_type(134, Kind.EVENT, Durability.ACK, schema_version=2)
 class NullReused(Payload, frozen=True, array_like=True):
     """A warm spare serves again, in the role it had or in another."""
 
     replica: str
     epoch: int
     role: str
+    rung: str = ""
+    """Of the ladder; empty: an operator named the replica."""
+    skipped: tuple[tuple[str, str], ...] = ()
+    """(rung, why it did not apply) of those before it."""
 
 
 @record_type(135, Kind.EVENT, Durability.ACK)
@@ -221,12 +233,16 @@ class ReplicaDeactivated(Payload, frozen=True, array_like=True):
     reason: str
 
 
-@record_type(136, Kind.EVENT, Durability.ACK)
+@record_type(136, Kind.EVENT, Durability.ACK, schema_version=2)
 class RoleAssigned(Payload, frozen=True, array_like=True):
-    """What an inactive or failed replica is to become."""
+    """What an inactive or failed replica is to become. The ladder goes on with its load."""
 
     replica: str
     role: str
+    rung: str = ""
+    """Of the ladder; empty: an operator named the replica."""
+    skipped: tuple[tuple[str, str], ...] = ()
+    """(rung, why it did not apply) of those before the load."""
 
 
 @record_type(137, Kind.EVENT, Durability.ACK)

@@ -48,6 +48,8 @@ class Node(msgspec.Struct, omit_defaults=True):
     rolling: dict[str, int] = {}
     """Of a rolling restart: the epochs that are to be left, by replica."""
     rolling_drain_ms: int = 0
+    host_copies: dict[str, int] = {}
+    """By node: when a load last left a copy of the model in its memory."""
     core_version: int = 0
     """Of the decisions since this boot, so that a snapshot says how to go on from it."""
 

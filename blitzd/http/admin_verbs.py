@@ -125,17 +125,24 @@ class AdminVerbs:
 
     async def change_policy(self, request: web.Request) -> web.Response:
         known = self._node.policy()
-        body = await self._body(request, *known)
-        if not body:
+        body = await self._body(request, *known, "preset")
+        preset = body.pop("preset", "")
+        if not isinstance(preset, str):
             raise bad_request(
-                f"the body names no value; accepted: {', '.join(sorted(known))}",
+                f"preset is {shown(preset)}; accepted: a name of docs/baselines.md, or several"
+                " with commas",
+                param="preset",
+            )
+        if not body and not preset:
+            raise bad_request(
+                f"the body names no value; accepted: preset, {', '.join(sorted(known))}",
                 param=None,
                 code="missing_required_parameter",
             )
         values = tuple(
             (name, _integer(body, name, known[name]["min"], known[name]["max"])) for name in body
         )
-        return await self._do(ChangePolicy(values))
+        return await self._do(ChangePolicy(values, preset))
 
     async def _body(self, request: web.Request, *accepted: str) -> dict[str, Any]:
         """An object with no other names than these. Raises ApiError."""

@@ -89,6 +89,8 @@ class Remove:
 @dataclass(frozen=True, slots=True)
 class ChangePolicy:
     values: tuple[tuple[str, int], ...]
+    preset: str = ""
+    """Of docs/baselines.md; `values` go over it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,6 @@ _INPUTS: dict[type, Callable[[Any, int], Payload]] = {
     Deactivate: lambda command, _: ev.DeactivateRequested(command.replica),
     Scale: lambda command, _: ev.ScaleRequested(command.prefill, command.decode),
     Remove: lambda command, _: ev.RemoveRequested(command.replica),
-    ChangePolicy: lambda command, _: ev.PolicyRequested(command.values),
+    ChangePolicy: lambda command, _: ev.PolicyRequested(command.values, command.preset),
     Release: lambda command, _: ev.ReleaseRequested(),
 }

@@ -17,6 +17,8 @@ from blitzd.node.wire_ids import request_and_attempt, wire_id
 from blitzd.proto.blitzd.engine import v1 as pb
 
 LOAD_DEADLINE_S = 600.0
+FILES = {"host": pb.FileAccess.HOST, "disk": pb.FileAccess.DISK}
+"""How a load takes the node's file, by the rung of the ladder."""
 CALL_MARGIN_S = 1.0
 """A call outlives the hang deadline by this: silence is told as a hang, once, by the watch that
 looks for it, and not by each call in its own words."""
@@ -71,8 +73,16 @@ class WorkerCalls:
         self._reports = reports
         self._deadline_s = deadline_s
 
-    async def load(self, model_path: str, blocks_total: int, peers: list[pb.WeightPeer]) -> None:
-        request = pb.LoadModelRequest(model_path=model_path, blocks_total=blocks_total, peers=peers)
+    async def load(
+        self, model_path: str, blocks_total: int, peers: list[pb.WeightPeer], how: cmd.LoadModel
+    ) -> None:
+        request = pb.LoadModelRequest(
+            model_path=model_path,
+            blocks_total=blocks_total,
+            peers=peers,
+            file=FILES.get(how.rung, pb.FileAccess.UNSPECIFIED),
+            floor_ms=how.floor_ms,
+        )
         last = pb.LoadProgress()
         reason = "the worker's load stream ended early"
         try:

@@ -328,7 +328,7 @@ class WorkerPool:
                 pb.WeightPeer(replica_id=r, epoch=e, endpoint=str(self._socket(r, e)))
                 for r, e in command.peers
             ]
-            worker.start(worker.calls.load(path, self._config.kv_blocks, peers))
+            worker.start(worker.calls.load(path, self._config.kv_blocks, peers, command))
 
     def _prefill(self, command: cmd.StartPrefill, live: LiveRequest | None) -> None:
         worker = self._workers.get((command.replica, command.epoch))

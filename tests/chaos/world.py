@@ -142,7 +142,9 @@ class Scenario:
             lease_stall_ms=1000,
             drain_ms=20_000,
             autoscale=self.autoscale,
-            weights_from_peers=seed % 2,
+            ladder_map=(seed + 1) % 2,
+            ladder_nvlink=seed // 2 % 2,
+            ladder_host=seed // 4 % 2,
             **quick if self.autoscale else {},
         )
 

@@ -61,6 +61,8 @@ def test_each_source_wins_over_the_one_before_and_the_winner_is_known(file: Path
 def test_every_key_can_be_set_in_all_three_ways(key: Any, file: Path) -> None:
     default = getattr(getattr(Settings(), key.section), key.name)
     value = other_than(default, key.accepted)
+    if key.name == "preset":
+        value = "impl_rdma"
     encoded = msgspec.json.encode(value).decode()
     # A batch has to have the tokens of its requests.
     rest = ("engine.max_batch_tokens=4096",) if key.name == "max_batch_size" else ()
@@ -78,7 +80,7 @@ def other_than(default: Any, accepted: str) -> Any:
     if isinstance(default, bool):
         return not default
     if isinstance(default, int | float):
-        return default + (1 if accepted.endswith(" to 1") else 2)
+        return 1 - default if accepted.endswith(" to 1") else default + 2
     words = accepted.replace(" or ", ", ").split(", ")
     if len(words) > 1:
         return next(word for word in words if word != default)
@@ -142,6 +144,17 @@ def test_settings_that_contradict_each_other_are_refused_with_where_they_are(fil
     [problem] = problems(assignments=("engine.max_batch_size=600",))
     assert "engine.max_batch_size: 600; accepted: at most engine.max_batch_tokens, 512" in problem
     assert load(None, ("http.port=0", "admin.port=0"), {}).settings.http.port == 0
+
+
+def test_a_preset_sets_the_policy_and_keys_go_over_it(file: Path) -> None:
+    file.write_text('[baseline]\npreset = "impl_sllm,cache_replace"\n[policy]\nhost_ttl_ms = 5\n')
+    loaded = load(file, [], {})
+    policy = loaded.settings.policy
+    assert (policy.ladder_map, policy.ladder_host, policy.host_ttl_ms) == (0, 1, 5)
+    assert loaded.origins["policy", "ladder_map"] == "baseline.preset"
+    assert loaded.origins["policy", "host_ttl_ms"] == str(file)
+    with pytest.raises(SettingsError, match=r"--set: baseline.preset: impl_tanz: it multicasts"):
+        load(None, ["baseline.preset=impl_tanz"], {})
 
 
 def test_defaults_are_those_of_the_parts() -> None:

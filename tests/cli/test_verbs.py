@@ -194,6 +194,17 @@ def test_the_policy_is_shown_and_changed(
     assert '["drain_ms", 600000, 5000]' in capsys.readouterr().out
 
 
+def test_a_preset_changes_the_policy_by_the_originals_names(
+    server: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = "impl_sllm,cache_replace"
+    assert verbs.policy("drain_ms=5000", preset=wanted, where=at(server)) == 0
+    shown = capsys.readouterr().out
+    assert '["drain_ms", 600000, 5000]' in shown and '["ladder_map", 1, 0]' in shown
+    assert verbs.policy(preset="blitzd", where=at(server)) == 0
+    assert '["ladder_map", 0, 1]' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("verb", "says", "code"),
     [
@@ -203,6 +214,8 @@ def test_the_policy_is_shown_and_changed(
         (lambda where: verbs.policy("drain_ms=0", where=where), "from 1 to 86400000", 2),
         (lambda where: verbs.policy("drain_ns=1", where=where), "did you mean drain_ms?", 2),
         (lambda where: verbs.policy("drain_ms", where=where), "accepted: name=integer", 2),
+        (lambda where: verbs.policy(preset="impl_tanz", where=where), "multicasts shards", 2),
+        (lambda where: verbs.policy(preset="impl_slm", where=where), "no such preset", 2),
         (lambda where: verbs.scale(where=where), "--prefill and --decode, --remove or --auto", 2),
         (lambda where: verbs.restart("r0", all=True, where=where), "or give --all or --stop", 2),
         (lambda where: verbs.restart(where=where), "name a replica", 2),

@@ -10,9 +10,9 @@ def started(events) -> dict[str, tuple[str, tuple[tuple[str, int], ...]]]:
 
 
 def serving(*roles: str) -> Harness:
-    """All of them loaded from the file, from replicas from now on."""
+    """All of them mapped the file; from now on loads come in chains or from the disk."""
     world = Harness().serving(*roles)
-    world.feed(ev.PolicyRequested((("weights_from_peers", 1),)))
+    world.feed(ev.PolicyRequested((("ladder_map", 0), ("ladder_nvlink", 0))))
     return world
 
 
@@ -54,7 +54,7 @@ def test_a_later_load_hangs_onto_the_end_of_a_chain_under_way() -> None:
 
 def test_with_nothing_but_prefills_the_file_is_taken_since_their_egress_is_for_kv() -> None:
     world = serving("prefill", "prefill", "spare")
-    assert started(world.feed(ev.RoleRequested("r2", "prefill"))) == {"r2": ("map", ())}
+    assert started(world.feed(ev.RoleRequested("r2", "prefill"))) == {"r2": ("disk", ())}
 
 
 def test_a_chain_that_healed_shows_the_link_that_is_used_now() -> None:
@@ -77,7 +77,7 @@ def test_a_load_that_peers_failed_twice_takes_the_file() -> None:
     again = world.feed(failed)
     assert started(again) == {"r2": ("r1", (("r1", 1),))}
     events = world.feed(failed) + world.after(60_000)
-    assert started(events) == {"r2": ("map", ())}
+    assert started(events) == {"r2": ("disk", ())}
     world.load("r2")
     assert world.replica("r2").state is ReplicaState.DECODE
     assert world.replica("r2").peer_failures == 0
@@ -93,7 +93,7 @@ def test_the_death_of_the_source_ends_in_the_file_when_nobody_else_has_the_weigh
             world.feed(ev.LoadEnded(replica, 1, "", "r1", 30, 0, 64, 0, "unavailable: r1 is gone"))
         )
     # Not from each other: r3 may still turn to r2.
-    assert loads == {"r2": ("map", ()), "r3": ("r2", (("r2", 1),))}
+    assert loads == {"r2": ("disk", ()), "r3": ("r2", (("r2", 1),))}
     for replica in ("r2", "r3"):
         world.load(replica)
         assert world.replica(replica).state is ReplicaState.DECODE

@@ -20,7 +20,8 @@ PROMPT = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "ign
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     state_dir: Path = tmp_path_factory.mktemp("node") / "state"
     options = ("--spare", "3", "--kv-mib", "64", "--set", "policy.null_ttl_ms=1")
-    running = Daemon(state_dir, *options, "--set", "policy.weights_from_peers=1").start()
+    options += ("--set", "policy.ladder_nvlink=0")
+    running = Daemon(state_dir, *options, "--set", "policy.ladder_map=0").start()
     try:
         running.ready()
         yield running

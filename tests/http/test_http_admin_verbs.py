@@ -51,6 +51,12 @@ def post(node: ScriptedNode, path: str, body: Any = None, **headers: str) -> Ans
         ("/admin/scale", {"remove": "d0"}, Remove("d0")),
         ("/admin/scale", {"auto": True}, Release()),
         ("/admin/policy", {"drain_ms": 5000}, ChangePolicy((("drain_ms", 5000),))),
+        ("/admin/policy", {"preset": "impl_rdma"}, ChangePolicy((), "impl_rdma")),
+        (
+            "/admin/policy",
+            {"preset": "motiv", "drain_ms": 5000},
+            ChangePolicy((("drain_ms", 5000),), "motiv"),
+        ),
     ],
 )
 def test_a_command_reaches_the_node_and_its_events_come_back(
@@ -88,6 +94,7 @@ def test_a_command_reaches_the_node_and_its_events_come_back(
         ("/admin/scale", {"auto": 1}, "auto", "alone and as true"),
         ("/admin/scale", {"auto": 1, "decode": 1}, "auto", "alone and as true"),
         ("/admin/policy", {}, None, "drain_ms, mutate_after_load"),
+        ("/admin/policy", {"preset": 3}, "preset", "a name of docs/baselines.md"),
         ("/admin/policy", {"drain_ns": 3}, "drain_ns", "did you mean drain_ms?"),
         ("/admin/policy", {"drain_ms": 0}, "drain_ms", "an integer from 1 to 86400000"),
         ("/admin/policy", {"drain_ms": 2**80}, "drain_ms", "an integer from 1 to 86400000"),

@@ -14,6 +14,7 @@ __all__ = (
     "EngineStub",
     "ExportKvReply",
     "ExportKvRequest",
+    "FileAccess",
     "FinishReason",
     "FollowLiveReply",
     "FollowLiveRequest",
@@ -65,6 +66,39 @@ if TYPE_CHECKING:
 
 _COMPILER_VERSION = "0.10.1"
 betterproto2.check_compiler_version(_COMPILER_VERSION)
+
+
+class FileAccess(betterproto2.Enum):
+    UNSPECIFIED = 0
+    """
+    the worker's own way, mapped or copied
+    """
+
+    HOST = 1
+    """
+    copied into memory of its own, from the page cache if it is there
+    """
+
+    DISK = 2
+    """
+    the same from the disk, as far as the kernel lets go of the cache
+    """
+
+    @classmethod
+    def betterproto_value_to_renamed_proto_names(cls) -> dict[int, str]:
+        return {
+            0: "FILE_ACCESS_UNSPECIFIED",
+            1: "FILE_ACCESS_HOST",
+            2: "FILE_ACCESS_DISK",
+        }
+
+    @classmethod
+    def betterproto_renamed_proto_names_to_value(cls) -> dict[str, int]:
+        return {
+            "FILE_ACCESS_UNSPECIFIED": 0,
+            "FILE_ACCESS_HOST": 1,
+            "FILE_ACCESS_DISK": 2,
+        }
 
 
 class FinishReason(betterproto2.Enum):
@@ -706,6 +740,18 @@ class LoadModelRequest(betterproto2.Message):
     Serve while the weights arrive: Prefill with `hold` is taken from the first progress
     message on, each request runs a layer at a time as far as the layers that are there, and
     a paired worker may take it over (TakeRelay). Needs peers, and a CPU.
+    """
+
+    file: "FileAccess" = betterproto2.field(
+        5, betterproto2.TYPE_ENUM, default_factory=lambda: FileAccess(0)
+    )
+    """
+    without peers
+    """
+
+    floor_ms: "int" = betterproto2.field(6, betterproto2.TYPE_UINT32)
+    """
+    the load takes at least so long, for experiments
     """
 
 

@@ -1,0 +1,86 @@
+"""Which replicas can give their weights to others, and to whom."""
+
+from collections.abc import Sequence
+
+from blitzd.control import multicast
+from blitzd.control.topology import topology_of
+from blitzd.control.turn import Turn
+from blitzd.fsm import ClusterState, Replica, ReplicaState
+from blitzd.fsm.table import LOADING, WITHOUT_WEIGHTS
+
+S = ReplicaState
+KV_LEAVES = frozenset(
+    {S.PREFILL, S.OLD_PREFILL, S.REFACTORY_PREFILL, S.MUTATING_TO_DECODE, S.SHUTTING_PREFILL}
+)
+"""Whose egress is for KV: weights and KV never share the direction of a link."""
+PEERS = 8
+"""That a load may turn to, nearest first."""
+
+Upstream = tuple[tuple[str, int], ...]
+"""(replica, epoch), nearest first."""
+
+
+def chains(
+    turn: Turn, sources: Sequence[Replica], targets: Sequence[Replica], busy: set[str]
+) -> dict[str, Upstream]:
+    """Of each target that a chain reaches, in the order in which the bytes pass them."""
+    replicas = turn.state.replicas
+    planned = multicast.plan(
+        topology_of(turn.state), [r.id for r in sources], [r.id for r in targets], busy
+    )
+    found: dict[str, Upstream] = {}
+    for chain in planned:
+        upstream = from_source(replicas[chain.source])
+        for target_id in chain.targets:
+            found[target_id] = upstream[:PEERS]
+            upstream = ((target_id, replicas[target_id].epoch), *upstream)
+    return found
+
+
+def from_source(source: Replica) -> Upstream:
+    """It, then its own sources while it loads itself."""
+    return ((source.id, source.epoch), *source.peers)[:PEERS]
+
+
+def givers(turn: Turn, targets: Sequence[Replica]) -> list[Replica]:
+    """Those that have the weights, or are getting them, and give them to nobody yet."""
+    feeding, wanted = turn.state.feeding(), {r.id for r in targets}
+    return [
+        replica
+        for replica in turn.state.replicas.values()
+        if _holds(replica)
+        and replica.id not in feeding
+        and not _leans_on(turn.state, replica, wanted)
+    ]
+
+
+def kv_leaves(turn: Turn, givers: Sequence[Replica]) -> set[str]:
+    """Those whose egress is spoken for, as the policy sees it."""
+    if turn.policy.ladder_prefills_give:
+        return set()
+    return {replica.id for replica in givers if replica.state in KV_LEAVES}
+
+
+def _holds(replica: Replica) -> bool:
+    return (
+        replica.worker == "attached"
+        and (replica.state in LOADING or replica.state not in WITHOUT_WEIGHTS)
+        # It serves while it loads: its links are spoken for.
+        and replica.state is not S.NEW_PREFILL
+    )
+
+
+def _leans_on(state: ClusterState, replica: Replica, targets: set[str]) -> bool:
+    """Whether it may turn to one of them, now or later, for what it does not have yet: each
+    would wait for the other."""
+    open_, seen = [replica], {replica.id}
+    while open_:
+        for peer_id, epoch in open_.pop().peers:
+            peer = state.replicas.get(peer_id)
+            if peer is None or peer.epoch != epoch or peer_id in seen:
+                continue
+            if peer_id in targets:
+                return True
+            seen.add(peer_id)
+            open_.append(peer)
+    return False
