@@ -140,6 +140,11 @@ def scaled() -> Until:
         if there == wanted and not moving:
             return ""
         counts = ", ".join(f"{there[r]} of {wanted[r]} {r}" for r in sorted(wanted))
-        return "; ".join([counts, *map(_says, moving)])
+        drained = [
+            f"{r['id']} is drained, which scaling does not bring back"
+            for r in replicas
+            if r["cordoned"] and not r["restarting"] and r not in moving
+        ]
+        return "; ".join([counts, *map(_says, moving), *drained])
 
     return Until(state)

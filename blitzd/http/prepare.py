@@ -149,9 +149,9 @@ def _or_one(value: float | None) -> float:
 def _logit_bias(biases: dict[str, float], card: ModelCard) -> tuple[tuple[int, float], ...]:
     found = {}
     for key, bias in biases.items():
-        if not (
-            key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < card.vocab_tokens
-        ):
+        # Written one way only, or "01" would silently stand for "1" beside it.
+        usual = key.isascii() and key.isdigit() and len(key) <= 10 and key == str(int(key))
+        if not usual or int(key) >= card.vocab_tokens:
             raise bad_request(
                 f"logit_bias has the key {shown(key)}; accepted: token ids, "
                 f"0 to {card.vocab_tokens - 1}",

@@ -175,6 +175,15 @@ def test_scale_keeps_the_role_that_is_not_named(
     timer.join()
 
 
+def test_scale_says_who_could_serve_and_is_drained(
+    node: OperatedNode, server: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verbs.drain("r2", where=at(server)) == 0
+    assert verbs.scale(decode=2, wait=True, timeout=0.3, where=at(server)) == 1
+    error = capsys.readouterr().err
+    assert "1 of 2 decode, 1 of 1 prefill; r2 is drained, which scaling does not bring" in error
+
+
 def test_scale_can_name_who_goes(node: OperatedNode, server: Served) -> None:
     assert verbs.scale(remove="r2", wait=True, timeout=20, where=at(server)) == 0
     assert node.world.replica("r2").role == "spare"

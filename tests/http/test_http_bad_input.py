@@ -85,6 +85,7 @@ BOTH = [
     ({"logit_bias": {"300": 1}}, "logit_bias", "invalid_value", ["300", "299"]),
     ({"logit_bias": {"-1": 1}}, "logit_bias", "invalid_value", ["-1", "299"]),
     ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "invalid_value", ["999", "299"]),
+    ({"logit_bias": {"01": 1, "1": 2}}, "logit_bias", "invalid_value", ['"01"', "299"]),
     ({"logit_bias": {"1": 101}}, "logit_bias", "invalid_value", ["101", "-100 to 100"]),
     ({"logit_bias": {"1": "2"}}, "logit_bias", "invalid_type", ["number"]),
     ({"logit_bias": [1]}, "logit_bias", "invalid_type", ["object"]),
