@@ -155,7 +155,7 @@ def _(state: ClusterState, event: ev.RequestResumed, record: Record) -> None:
     request.losses = (lost,) if moved_on else (*request.losses, lost)
     request.output_tokens, request.retry_ns = event.output_tokens, event.retry_ns
     request.resumes += 1
-    request.tried = ()
+    request.tried, request.moving = (), ""
     count(state, f"resumed_{event.cause}")
     state.touch("request", request.id)
 

@@ -120,3 +120,22 @@ def test_its_end_or_its_clients_leaving_may_come_first() -> None:
     only(world.feed(ev.ClientLeft(1)), ev.RequestCancelled)
     [late] = world.feed(ev.DecodeHeld(first, 1, 1))
     assert isinstance(late, ev.StaleNoticeIgnored)
+
+
+def test_one_that_was_lost_while_it_moved_does_not_stay_where_it_is_prefilled_anew() -> None:
+    """What was decided of its move was of the attempt that is over."""
+    world = decoding()
+    first = world.state.requests[1].target
+    other = {"r1": "r2", "r2": "r1"}[first]
+    world.feed(ev.DrainRequested(first, 0))
+    world.feed(ev.DecodeHeld(first, 1, 1))
+    world.feed(ev.WorkerExited(first, 1, "killed"))
+    world.feed(ev.WorkerExited(other, 1, "killed"))
+    assert world.state.requests[1].source == "r0"
+    world.sent[1] = 3
+    world.first_token(1)
+    assert not world.commanded(DecodeLocally)
+    assert world.request_state(1) is RequestState.MIGRATING
+    world.attach(other)
+    world.load(other)
+    assert [call.target for call in world.commanded(ImportKv)] == [other]
