@@ -46,7 +46,7 @@ class LiveStepper(Stepper):
         self._held_layers: dict[int, tuple[int, int]] = {}
         """Of held requests that ran some of their layers here: [first, last)."""
         self._relayed: list[tuple[int, int]] = []
-        """(request, layers that ran here), to be reported."""
+        """(request, layers that ran on New), to be reported."""
 
     @property
     def occupancy(self) -> Occupancy:
@@ -194,6 +194,9 @@ class LiveStepper(Stepper):
             self._fail_live(report, one, one.generation.fault, alone=True)
         else:
             finish = self._take_token(one, one.generation, row)
+            if one.first:
+                # With the token, so that who exports the KV need not have heard of New's report.
+                self._relayed.append((one.id, one.first))
             add_row(report, one.generation, row, finish)
 
     def _fail_live(

@@ -132,7 +132,7 @@ class Client:
         self.process = process
         self.outputs: dict[int, Output] = {}
         self.relayed: dict[int, int] = {}
-        """Layers that ran here of requests that the paired worker took."""
+        """Layers of requests that ran on New, of those that this gave away or took."""
         self.last = pb.StepReport()
         self.channel = Channel(path=str(process.socket))
         self.stub = pb.EngineStub(self.channel)

@@ -1129,8 +1129,9 @@ class StepReport(betterproto2.Message):
         23, betterproto2.TYPE_UINT64, repeated=True
     )
     """
-    Live prefills that the paired replica goes on with, and how many of their layers ran here:
-    the KV of those is held for export.
+    Live prefills that the paired replica goes on with, and how many of their layers ran before
+    that: said by who gave one away, and with its first token by who took it. The KV of those
+    layers is held by the one, that of the others by the other.
     """
 
     relayed_layers: "list[int]" = betterproto2.field(
