@@ -102,6 +102,9 @@ class TorchAttention:
                 decode.append((context, row, table))
             else:
                 prefills.append(self._plan_prefill(row, query, context, table))
+            if query >= context % geometry.block_tokens:
+                # The step fills the last block from its start.
+                self.cache.clear_after(table, context)
             row += query
         slots = torch.tensor(batch.slots(geometry.block_tokens))
         self._plan = _Plan(slots, self._plan_decodes(decode, row), prefills, row)

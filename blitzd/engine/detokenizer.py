@@ -53,7 +53,8 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What was held back, when the output ends for another reason than a stop string.
-        A character cut short becomes U+FFFD."""
+        A character cut short becomes U+FFFD, and where that completes a stop string the text
+        ends before it and `stopped` is true: a client never sees a stop string of its own."""
         if self.stopped:
             return ""
         tail = self._decoder.decode(b"", final=True)

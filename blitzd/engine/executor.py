@@ -7,12 +7,14 @@ executor that runs a plan of the same tokens.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from blitzd.engine.attention import Attention
 from blitzd.engine.batch import BatchLayout
 from blitzd.engine.decode_graphs import DecodeGraphs
+from blitzd.engine.finite import rows_not_finite, spoilt_chunks, told
 from blitzd.engine.generation import Generation
 from blitzd.engine.llama import Llama
 from blitzd.engine.scoring import PromptScores, choose, score_prompts
@@ -24,6 +26,16 @@ class _Planned:
     plan: StepPlan
     batch: BatchLayout
     positions: torch.Tensor
+
+
+class Outcome(NamedTuple):
+    """Of a step."""
+
+    tokens: list[int]
+    """One for each chunk that samples, in order."""
+    scores: list[PromptScores]
+    spoilt: dict[int, str]
+    """Ids of the sequences with numbers that are not finite, and where those are."""
 
 
 class Executor:
@@ -49,12 +61,10 @@ class Executor:
         plan: StepPlan,
         sampling: Sequence[Generation],
         scoring: Sequence[Generation] = (),
-    ) -> tuple[list[int], list[PromptScores]]:
-        """One token for each of `sampling`, the generations of `plan.sampling` in order, and
-        what this step tells about the prompts of `scoring`."""
+    ) -> Outcome:
+        """All layers of the plan's tokens, and what comes of them (`conclude`)."""
         hidden = self.run_range(plan, 0, self._model.config.layers)
-        scores = score_prompts(self._model, plan, hidden, scoring) if scoring else []
-        return self.sample(plan, hidden, sampling), scores
+        return self.conclude(plan, hidden, sampling, scoring)
 
     @torch.inference_mode()
     def run_range(
@@ -88,10 +98,29 @@ class Executor:
         return self._run_layers(hidden, planned.positions, first, last)
 
     @torch.inference_mode()
-    def sample(
-        self, plan: StepPlan, hidden: torch.Tensor, sampling: Sequence[Generation]
+    def conclude(
+        self,
+        plan: StepPlan,
+        hidden: torch.Tensor,
+        sampling: Sequence[Generation],
+        scoring: Sequence[Generation] = (),
+    ) -> Outcome:
+        """What comes of rows that all layers have seen. `sampling` are the generations of
+        `plan.sampling`, in order; `scoring` those whose prompt tokens want logprobs."""
+        spoilt = spoilt_chunks(plan, hidden)
+        scores: list[PromptScores] = []
+        sound = [generation for generation in scoring if generation.sequence.id not in spoilt]
+        if sound:
+            scores = score_prompts(self._model, plan, hidden, sound, spoilt)
+        return Outcome(self._sample(plan, hidden, sampling, spoilt), scores, spoilt)
+
+    def _sample(
+        self,
+        plan: StepPlan,
+        hidden: torch.Tensor,
+        sampling: Sequence[Generation],
+        spoilt: dict[int, str],
     ) -> list[int]:
-        """The new tokens of `plan.sampling`, from rows that all layers have seen."""
         ends, end = [], 0
         for chunk in plan.chunks:
             end += chunk.count
@@ -99,8 +128,13 @@ class Executor:
                 ends.append(end - 1)
         if not ends:
             return []
-        rows = hidden if len(ends) == end else hidden[ends]
-        return choose(self._model.logits(rows), sampling)
+        logits = self._model.logits(hidden if len(ends) == end else hidden[ends])
+        for row in rows_not_finite(logits):
+            sequence = sampling[row].sequence
+            last = len(sequence.tokens)
+            spoilt.setdefault(sequence.id, told("logits", last - 1, last))
+            logits[row] = 0.0  # a token that nobody gets
+        return choose(logits, sampling)
 
     def _prepare(self, plan: StepPlan) -> _Planned:
         """Plans the attention, unless it is planned for just this: the ranges of one step

@@ -259,6 +259,8 @@ class Importer:
                 if pull.replica.cache.staged:
                     pull.stage = "taking up the KV"
                     await to_the_end(pull.replica.cache.stage_in, blocks)
+            # The source's last block ends in what it had before, if anything.
+            pull.replica.cache.clear_after(blocks, pull.tokens)
             with pull.replica.steps.exclusive() as stepper:
                 stepper.adopt(request_id, pull.lease)
         except TimeoutError:

@@ -51,6 +51,14 @@ class KvCache:
         """Keys and values of a layer, each [blocks, block_tokens, kv_heads, head_dim]."""
         return self.tensor[layer, 0], self.tensor[layer, 1]
 
+    @torch.inference_mode()
+    def clear_after(self, blocks: Sequence[int], tokens: int) -> None:
+        """Zeroes what follows `tokens` tokens in the last of their `blocks`. Attention masks
+        it, but what a mask multiplies by zero must be finite: 0 x NaN is NaN."""
+        size = self.geometry.block_tokens
+        if tokens % size:
+            self.tensor[:, :, blocks[tokens // size], tokens % size :].zero_()
+
     @property
     def staged(self) -> bool:
         """Whether `buffer` holds copies, to be made by `stage_out` and taken by `stage_in`."""

@@ -244,7 +244,9 @@ class LiveQueue:
         hidden = executor.run_range(one.plan, one.done, step.last, one.hidden)
         if step.last < self.layers:
             return hidden, None
-        return hidden, executor.sample(one.plan, hidden, [one.generation])[0]
+        outcome = executor.conclude(one.plan, hidden, [one.generation])
+        one.generation.fault = outcome.spoilt.get(one.id, one.generation.fault)
+        return hidden, outcome.tokens[0]
 
     def finish(self, step: LiveStep, hidden: torch.Tensor | None) -> LiveRequest | None:
         """Takes a step's result, None when it failed. Returns the request when it has left

@@ -162,7 +162,7 @@ class LiveStepper(Stepper):
         try:
             hidden, token = self.live.compute(step.live)
             rows = [] if token is None else [row_of(step.live.one.generation, token)]
-            return Result(rows, [], hidden)
+            return Result(rows, [], {}, hidden)
         except Exception as error:
             log.exception("layers failed", step=step.number, request=step.live.one.id)
             return error

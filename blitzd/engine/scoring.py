@@ -1,11 +1,11 @@
 """What a step's logits give its requests: their next tokens, and logprobs where asked."""
 
 from collections.abc import Sequence
-from math import isfinite
 from typing import NamedTuple
 
 import torch
 
+from blitzd.engine.finite import rows_not_finite, told
 from blitzd.engine.generation import Generation
 from blitzd.engine.llama import Llama
 from blitzd.engine.sampler import RowContext, logprobs, sample
@@ -25,8 +25,8 @@ class PromptScores(NamedTuple):
 
 def choose(logits: torch.Tensor, generations: Sequence[Generation]) -> list[int]:
     """One token for each row of [rows, vocab]. `logits` is used up. A generation that wants
-    logprobs has those of its token in `chosen` afterwards, one whose grammar failed, or whose
-    logits are no numbers, says why in `fault`."""
+    logprobs has those of its token in `chosen` afterwards, one whose grammar failed says why
+    in `fault`."""
     asked = [row for row, g in enumerate(generations) if g.logprobs is not None]
     # The model's own distribution: as it is before anything is added or banned.
     own = logits[asked] if asked else None
@@ -43,10 +43,6 @@ def choose(logits: torch.Tensor, generations: Sequence[Generation]) -> list[int]
         [len(generation.sequence.tokens) for generation in generations],
         contexts,
     )
-    # A maximum carries NaN along. Weights were checked; activations may overflow in float16.
-    for row, best in enumerate(logits.max(-1).values.tolist()):
-        if not isfinite(best) and not generations[row].fault:
-            generations[row].fault = f"the model's logits are not finite: the best is {best}"
     if own is not None:
         wanted = [generations[row].logprobs or 0 for row in asked]
         found = logprobs(own, [tokens[row] for row in asked], max(wanted))
@@ -56,10 +52,15 @@ def choose(logits: torch.Tensor, generations: Sequence[Generation]) -> list[int]
 
 
 def score_prompts(
-    model: Llama, plan: StepPlan, hidden: torch.Tensor, scoring: Sequence[Generation]
+    model: Llama,
+    plan: StepPlan,
+    hidden: torch.Tensor,
+    scoring: Sequence[Generation],
+    spoilt: dict[int, str],
 ) -> list[PromptScores]:
     """Logprobs of those prompt tokens of `scoring` that follow a row of `hidden`, the rows
-    of `plan` after all layers."""
+    of `plan` after all layers. A sequence whose logits are not finite has none; `spoilt` says
+    then where they are, by its id."""
     wanted = {generation.sequence: generation for generation in scoring}
     scores, row = [], 0
     for chunk in plan.chunks:
@@ -69,18 +70,29 @@ def score_prompts(
             if first < end:
                 start = row + first - 1 - chunk.start
                 rows = hidden[start : start + end - first]
-                found = _score(model, rows, chunk.sequence.tokens[first:end], generation)
-                scores.append(PromptScores(generation, first, found))
+                try:
+                    found = _score(model, rows, first, generation)
+                except _NotFinite as error:
+                    spoilt[chunk.sequence.id] = str(error)
+                else:
+                    scores.append(PromptScores(generation, first, found))
         row += chunk.count
     return scores
 
 
+class _NotFinite(Exception):
+    pass
+
+
 def _score(
-    model: Llama, rows: torch.Tensor, tokens: Sequence[int], generation: Generation
+    model: Llama, rows: torch.Tensor, first: int, generation: Generation
 ) -> list[TokenLogprobs]:
+    """Of the tokens from position `first` on, each of which follows one of `rows`."""
     found: list[TokenLogprobs] = []
-    for at in range(0, len(tokens), SCORED_ROWS):
-        logits = model.logits(rows[at : at + SCORED_ROWS])
-        part = tokens[at : at + SCORED_ROWS]
+    for at in range(first, first + len(rows), SCORED_ROWS):
+        logits = model.logits(rows[at - first : at - first + SCORED_ROWS])
+        for row in rows_not_finite(logits):
+            raise _NotFinite(told("logits", at - 1 + row, at + row))
+        part = generation.sequence.tokens[at : at + len(logits)]
         found += logprobs(logits, part, generation.prompt_logprobs or 0)
     return found

@@ -6,7 +6,7 @@ come, go and are handed over while it runs. The step loop's lock guards everythi
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,6 +54,8 @@ class Row(NamedTuple):
 class Result(NamedTuple):
     rows: list[Row]
     scores: list[PromptScores]
+    spoilt: Mapping[int, str]
+    """Requests whose numbers are not finite, and where."""
     hidden: torch.Tensor | None = None
     """Of a step that ended between two layers, or after the last, of one request."""
 
@@ -208,12 +210,12 @@ class Stepper:
         """Runs it. A failure is a result too: the step's requests end with it, the others
         go on."""
         try:
-            sampled, scores = self._executor.run(step.plan, step.sampling, step.scoring)
+            outcome = self._executor.run(step.plan, step.sampling, step.scoring)
             rows = [
                 row_of(generation, token)
-                for generation, token in zip(step.sampling, sampled, strict=True)
+                for generation, token in zip(step.sampling, outcome.tokens, strict=True)
             ]
-            return Result(rows, scores)
+            return Result(rows, outcome.scores, outcome.spoilt)
         except Exception as error:
             log.exception("step failed", step=step.number, requests=len(step.plan.chunks))
             return error
@@ -224,29 +226,43 @@ class Stepper:
             self._fail(report, step, result)
         else:
             self._add_scores(report, result.scores)
-            self._complete(report, step, result.rows)
+            self._complete(report, step, result)
         self._add_occupancy(report)
         report.prefill_tokens = sum(c.count for c in step.plan.chunks if c.count > 1)
         report.step_ns = time.monotonic_ns() - step.began_ns
         return report
 
-    def _complete(self, report: pb.StepReport, step: Step, rows: list[Row]) -> None:
+    def _complete(self, report: pb.StepReport, step: Step, result: Result) -> None:
+        rows = result.rows
         stopped = {
             generation.sequence.id
             for generation, row in zip(step.sampling, rows, strict=True)
             if row.last
         }
-        finishes = self._scheduler.complete(step.plan, [row.token for row in rows], stopped)
+        finishes = self._scheduler.complete(
+            step.plan, [row.token for row in rows], stopped, result.spoilt
+        )
+        self._give_up_spoilt(report, step, result.spoilt)
         for generation, row, finish in zip(step.sampling, rows, finishes, strict=True):
             sequence = generation.sequence
             if self._generations.get(sequence.id) is not generation:
-                continue  # cancelled while it was computed
+                continue  # cancelled while it was computed, or given up
             if generation.fault:
                 self._give_up(report, generation)
                 continue
             add_row(report, generation, row, finish)
             if finish in (Finish.STOP, Finish.LENGTH):
                 del self._generations[sequence.id]
+
+    def _give_up_spoilt(self, report: pb.StepReport, step: Step, spoilt: Mapping[int, str]) -> None:
+        for chunk in step.plan.chunks if spoilt else ():
+            generation = self._generations.get(chunk.sequence.id)
+            if generation is None or generation.sequence is not chunk.sequence:
+                continue  # cancelled while it was computed
+            if fault := spoilt.get(chunk.sequence.id):
+                log.error("request spoilt", step=step.number, request=chunk.sequence.id, why=fault)
+                generation.fault = fault
+                self._give_up(report, generation)
 
     def _give_up(self, report: pb.StepReport, generation: Generation) -> None:
         self._scheduler.cancel(generation.sequence.id)
@@ -293,8 +309,13 @@ def add_row(report: pb.StepReport, generation: Generation, row: Row, finish: Fin
     sequence = generation.sequence
     report.request_ids.append(sequence.id)
     report.token_ids.append(row.token)
-    ended = finish is Finish.LENGTH
-    report.texts.append(row.text + generation.detokenizer.flush() if ended else row.text)
+    text = row.text
+    if finish is Finish.LENGTH:
+        text += generation.detokenizer.flush()
+        if generation.detokenizer.stopped:
+            # Its text lacks what came last, as that of any other that was stopped.
+            finish = Finish.STOP
+    report.texts.append(text)
     report.finish.append(FINISH[finish])
     report.cached_tokens.append(0 if generation.reported else sequence.cached_tokens)
     generation.reported = True
@@ -303,6 +324,8 @@ def add_row(report: pb.StepReport, generation: Generation, row: Row, finish: Fin
 
 
 def row_of(generation: Generation, token: int) -> Row:
+    if generation.fault:
+        return Row(token, "", True)
     try:
         return Row(token, *generation.feed(token))
     except ValueError as error:

@@ -82,10 +82,7 @@ class BlockManager:
 
     def _hand_out(self) -> int:
         block, _ = self._free.popitem(last=False)
-        digest = self._digest_of[block]
-        if digest is not None:
-            del self._published[digest]
-            self._digest_of[block] = None
+        self.withdraw((block,))
         self._references[block] = 1
         return block
 
@@ -98,6 +95,14 @@ class BlockManager:
         if self._digest_of[block] is None and digest not in self._published:
             self._published[digest] = block
             self._digest_of[block] = digest
+
+    def withdraw(self, blocks: Sequence[int]) -> None:
+        """Takes them out of the prefix cache: what they hold is not to be used again."""
+        for block in blocks:
+            digest = self._digest_of[block]
+            if digest is not None:
+                del self._published[digest]
+                self._digest_of[block] = None
 
     def release(self, blocks: Sequence[int]) -> None:
         """Gives up one reference to each. The last ones are the first to be handed out

@@ -103,7 +103,8 @@ class Scheduler:
         """Runs a sequence whose KV for [0, computed) now lies in the reservation's blocks.
 
         The reservation was made for all of its tokens. Raises Refused, and leaves the
-        reservation, when it was not or when the sequence can never run.
+        reservation, when it was not or when the sequence can never run. The prefix cache gets
+        its blocks when a step has used them: until then nobody knows that what came is sound.
         """
         if len(sequence.tokens) != reservation.tokens or not 0 < computed < reservation.tokens:
             raise Refused(
@@ -115,7 +116,6 @@ class Scheduler:
         sequence.blocks = list(reservation.blocks)
         sequence.computed = computed
         sequence.phase = Phase.RUNNING
-        self._publish(sequence)
         self._sequences[sequence.id] = sequence
         self._running.append(sequence)
 
@@ -300,12 +300,17 @@ class Scheduler:
         return True
 
     def complete(
-        self, plan: StepPlan, sampled: Listing[int], stopped: Collection[int] = ()
+        self,
+        plan: StepPlan,
+        sampled: Listing[int],
+        stopped: Collection[int] = (),
+        spoilt: Collection[int] = (),
     ) -> list[Finish]:
         """Takes a step's result: one token for each of `plan.sampling`, in order. `stopped`
         are the ids whose new token is their last. Returns what each new token means.
 
-        A sequence cancelled since `schedule` gets Finish.NONE and no token.
+        A sequence cancelled since `schedule` gets Finish.NONE and no token. So does a `spoilt`
+        one, which ends; none of its blocks stays in the prefix cache, whoever put it there.
         """
         if plan is not self._out:
             raise RuntimeError("complete: this plan is not the one that is out")
@@ -317,8 +322,13 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             token = next(tokens) if chunk.samples else None
+            if sequence.id in spoilt:
+                self.blocks.withdraw(sequence.blocks)
             if sequence.phase is Phase.ENDED:
                 self._free(sequence)
+                finish = Finish.NONE
+            elif sequence.id in spoilt:
+                self.cancel(sequence.id)
                 finish = Finish.NONE
             else:
                 finish = self._advance(chunk, token, sequence.id in stopped)

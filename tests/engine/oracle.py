@@ -91,10 +91,10 @@ class Oracle:
             found = _stops(text, sampling.stop)
             if found:
                 return exempt + text[: found[0][1]], count
-        # What a character cut short leaves is no token's text, but is not shown after a stop.
+        # What a character cut short leaves may be what is missing of a stop string.
         text += decoder.decode(b"", final=True)
         found = _stops(text, sampling.stop)
-        return exempt + (text[: found[0][1]] if found else text), None
+        return (exempt + text[: found[0][1]], len(tokens)) if found else (exempt + text, None)
 
 
 def _stops(text: str, stop: Sequence[str]) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
@@ -19,13 +19,12 @@ import torch
 
 from blitzd.engine.arena import Arena
 from blitzd.engine.attention import TorchAttention
-from blitzd.engine.executor import Executor
+from blitzd.engine.executor import Executor, Outcome
 from blitzd.engine.generation import Generation
 from blitzd.engine.hidden_slots import HiddenSlots, SlotGeometry
 from blitzd.engine.kv_cache import KvCache
 from blitzd.engine.kv_geometry import KvGeometry
 from blitzd.engine.llama import Llama
-from blitzd.engine.scoring import PromptScores, score_prompts
 from blitzd.engine.stepper import Stepper
 from blitzd.engine.token_logprobs import TokenLogprobs, entries
 from blitzd.engine.tokenizer import Tokenizer
@@ -50,6 +49,9 @@ class Spec:
     """The turn of the loop."""
     hold: bool = False
     when_held: Literal["move", "go on", "lose"] = "move"
+    holds: frozenset[int] = frozenset()
+    """Numbers of output tokens at which it is told to stop after the next one, for a move; an
+    even number's comes while a step is computed."""
     losses: frozenset[int] = frozenset()
     """Numbers of output tokens at which its replica forgets it: it goes on elsewhere, from
     its tokens alone."""
@@ -78,13 +80,12 @@ class CutExecutor(Executor):
         plan: StepPlan,
         sampling: Sequence[Generation],
         scoring: Sequence[Generation] = (),
-    ) -> tuple[list[int], list[PromptScores]]:
+    ) -> Outcome:
         layers = self._model.config.layers
         inner = range(1, layers)
         cuts = sorted(self._random.sample(inner, self._random.randrange(layers)))
         hidden = self._through_slots(plan, [0, *cuts, layers])
-        scores = score_prompts(self._model, plan, hidden, scoring) if scoring else []
-        return self.sample(plan, hidden, sampling), scores
+        return self.conclude(plan, hidden, sampling, scoring)
 
     def _through_slots(self, plan: StepPlan, bounds: list[int]) -> torch.Tensor:
         """A failure in any range leaves no slot taken."""
@@ -112,9 +113,9 @@ class Side:
         config = arena.config
         self.geometry = KvGeometry.of(config, shape.blocks, shape.block_tokens)
         self.kv = bytearray(self.geometry.bytes)
-        cache = KvCache(self.geometry, self.kv)
-        cache.tensor.fill_(STALE)
-        attention = TorchAttention(cache, config.heads, config.sliding_window)
+        self.cache = KvCache(self.geometry, self.kv)
+        self.cache.tensor.fill_(STALE)
+        attention = TorchAttention(self.cache, config.heads, config.sliding_window)
         places = SlotGeometry(1, shape.max_batch_tokens, config.hidden, config.dtype)
         self.slots = HiddenSlots(places, bytearray(places.bytes))
         executor = CutExecutor(Llama(config, arena, attention), attention, self.slots, seed)
@@ -127,20 +128,24 @@ class Side:
         self.stepper = Stepper(executor, self.scheduler, tokenizer, config.vocab)
         self.preempted = 0
 
-    def step(self) -> pb.StepReport | None:
+    def step(self, meanwhile: Callable[[], object] = lambda: None) -> pb.StepReport | None:
+        """`meanwhile` is what comes while it is computed."""
         step = self.stepper.begin()
         if step is None:
             return None
         self.preempted += len(step.plan.preempted)
-        return self.stepper.finish(step, self.stepper.compute(step))
+        result = self.stepper.compute(step)
+        meanwhile()
+        return self.stepper.finish(step, result)
 
-    def copy_from(self, source: Side, there: list[int], here: list[int]) -> None:
+    def copy_from(self, source: Side, there: list[int], here: list[int], tokens: int) -> None:
         data = b"".join(source.kv[o : o + n] for o, n in source.geometry.segments(there))
         at = 0
         for offset, length in self.geometry.segments(here):
             self.kv[offset : offset + length] = data[at : at + length]
             at += length
         assert at == len(data)
+        self.cache.clear_after(here, tokens)
 
     def assert_empty(self) -> None:
         occupancy = self.stepper.occupancy
@@ -161,6 +166,8 @@ class Story:
     finish: pb.FinishReason = pb.FinishReason.NONE
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     tries: int = 0
+    asked: set[int] = field(default_factory=set)
+    """Those of the spec's `holds` that have been."""
     lost: set[int] = field(default_factory=set)
     arrived: bool = False
 
@@ -194,10 +201,11 @@ class Cluster:
                 if story.spec.arrives == turn:
                     self._prefill(number, story)
             for side in (0, 1):
-                report = self.sides[side].step()
+                report = self.sides[side].step(lambda: self._hold(even=True))
                 if report is not None:
                     self._take(report)
             self._act()
+            self._hold(even=False)
             if all(story.ended for story in self.stories.values()):
                 break
         else:
@@ -271,6 +279,20 @@ class Cluster:
             elif story.finish is pb.FinishReason.HELD:
                 self._held(number, story)
 
+    def _hold(self, even: bool) -> None:
+        """Of those that run, as a drain or a rebalance stops them for a move."""
+        for number, story in self.stories.items():
+            length = len(story.tokens)
+            if (
+                story.arrived
+                and story.finish is pb.FinishReason.NONE
+                and length in story.spec.holds - story.asked
+                and (length % 2 == 0) == even
+            ):
+                story.asked.add(length)
+                story.tries = 0
+                assert self.sides[story.side].stepper.hold([number]) == [number]
+
     def _lose(self, number: int, story: Story) -> None:
         self.did["lost"] += 1
         assert self.sides[story.side].stepper.cancel([number]) == 1
@@ -290,11 +312,12 @@ class Cluster:
                 return
             tokens, there = source.stepper.held(number)
             assert tokens == len(story.spec.prompt) + len(story.tokens) - 1
-            target.copy_from(source, there, here)
+            target.copy_from(source, there, here, tokens)
             target.stepper.adopt(number, lease=1)
             assert source.stepper.release([number]) == 1
             story.side, story.finish = 1 - story.side, pb.FinishReason.NONE
             self.did["moved"] += 1
+            self.did["moved in decode"] += len(story.tokens) - 1 in story.asked - {0}
         else:
             story.finish = pb.FinishReason.NONE
             source.stepper.resume([number])

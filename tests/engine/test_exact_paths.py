@@ -25,7 +25,7 @@ from tests.hf_models import MODELS, save
 
 torch.set_num_threads(1)
 
-EXAMPLES = 16
+EXAMPLES = 20
 """Scenarios of each model and kind."""
 LOGPROB_BOUND = 1e-12
 
@@ -89,6 +89,7 @@ def requests(sampling: st.SearchStrategy[pb.Sampling]) -> st.SearchStrategy[list
         arrives=st.integers(0, 6),
         hold=st.sampled_from([False, False, True]),
         when_held=st.sampled_from(["move", "move", "go on", "lose"]),
+        holds=st.sampled_from([(), (), (0,), (1,), (3,), (4,), (8,)]).map(frozenset),
         losses=st.frozensets(st.integers(1, 12), max_size=1),
     )
     return st.lists(one, min_size=2, max_size=6)
@@ -158,7 +159,16 @@ def assert_reached(did: Counter[str], *what: str) -> None:
     assert not missing, f"the scenarios never came to {missing}: {dict(did)}"
 
 
-PATHS = ("moved", "went on", "lost", "crashed under", "preempted", "cached", "LENGTH")
+PATHS = (
+    "moved",
+    "moved in decode",
+    "went on",
+    "lost",
+    "crashed under",
+    "preempted",
+    "cached",
+    "LENGTH",
+)
 
 
 def test_greedy_tokens_and_logprobs_on_every_path(model: Model) -> None:

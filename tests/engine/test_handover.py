@@ -12,12 +12,13 @@ from grpclib.const import Status
 from grpclib.server import Server
 
 from blitzd.engine.exporter import layer_checksums
+from blitzd.engine.kv_cache import KvCache
 from blitzd.engine.kv_geometry import KvGeometry
 from blitzd.engine.layout import read_model_file
 from blitzd.engine.token_logprobs import TokenLogprobs
 from blitzd.fabric import ArenaServer, PeerLost, SharedArena, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
-from tests.engine.local_replica import LocalReplica, request
+from tests.engine.local_replica import LocalReplica, Output, request
 from tests.engine.test_worker import refused, run
 from tests.engine.workers import Client, ImportFailed, Zygote, imported, up, zygote
 from tests.tiny import make_tiny
@@ -513,6 +514,52 @@ def test_what_cannot_be_confirmed_or_is_not_what_was_sent_is_not_adopted(
             source.holds = True
             await imported(target.stub, call)
             assert (await target.until(2)).ended
+        await target.close()
+
+    run(test())
+    arena.close()
+
+
+def test_kv_that_is_not_finite_ends_its_request_and_what_lies_behind_it_none(
+    model: Path, zygotes: Zygote, tmp_path: Path
+) -> None:
+    geometry = KvGeometry.of(read_model_file(model).config, 8)
+    arena = SharedArena(geometry.bytes)
+    block = KvCache(geometry, arena.buffer).tensor[:, :, 3]
+
+    async def test() -> None:
+        target = await up(zygotes, "d", model)
+        async with LyingSource(tmp_path, 8, arena) as source:
+
+            async def continued(number: int) -> Output:
+                """Beside a longer one, so that attention masks the ends of both."""
+                beside = request(number + 100, PROMPTS[8], 2 * LENGTH, ignore_eos=True)
+                await target.stub.prefill(pb.PrefillRequest(request=beside))
+                request_ = request(number, PROMPTS[2], LENGTH, ignore_eos=True)
+                request_.output_tokens = [1]
+                call = pb.ImportKvRequest(
+                    request=request_,
+                    lease_id=number,
+                    source_replica="liar",
+                    source_epoch=1,
+                    source_endpoint=str(source.path),
+                    transport=pb.Transport.MAP,
+                )
+                await imported(target.stub, call)
+                assert not (await target.until(number + 100)).error
+                return await target.until(number)
+
+            expected = await continued(2)
+            assert len(expected.tokens) == LENGTH - 1
+            block[:, :, 21:] = float("nan")
+            found = await continued(3)
+            assert (found.error, found.tokens) == ("", expected.tokens)
+            block[1, 0, 5] = float("nan")
+            found = await continued(4)
+            assert found.error.startswith("the model's hidden states at position 21 are not finite")
+            block.zero_()
+            assert (await continued(5)).tokens == expected.tokens
+        await target.until_blocks_used(0)
         await target.close()
 
     run(test())

@@ -91,7 +91,7 @@ class Side:
 def whole(directory: Path) -> list[list[int]]:
     side = Side(directory)
     while (plan := side.plan()) is not None:
-        side.complete(plan, side.executor.run(plan, side.sampling(plan))[0])
+        side.complete(plan, side.executor.run(plan, side.sampling(plan)).tokens)
     return side.outputs
 
 
@@ -117,7 +117,7 @@ def test_any_ranges_give_the_hidden_states_of_the_whole(model: Path, cuts: tuple
         assert hidden is not None
         assert torch.equal(hidden, expected)
         for side, own in ((one, plan), (cut, same)):
-            side.complete(own, side.executor.sample(own, expected, side.sampling(own)))
+            side.complete(own, side.executor.conclude(own, expected, side.sampling(own)).tokens)
     assert slots.free == 1
     assert torch.equal(one.cache.tensor, cut.cache.tensor)
 
@@ -135,7 +135,7 @@ def test_two_executors_with_half_the_layers_each_make_the_tokens_of_one(
         slot = slots.put(new.executor.run_range(plan, 0, cut))
         hidden = old.executor.run_range(theirs, cut, LAYERS, slots.get(slot))
         slots.release(slot)
-        sampled = old.executor.sample(theirs, hidden, old.sampling(theirs))
+        sampled = old.executor.conclude(theirs, hidden, old.sampling(theirs)).tokens
         new.complete(plan, sampled)
         old.complete(theirs, sampled)
     assert new.outputs == whole(model)

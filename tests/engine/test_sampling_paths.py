@@ -287,7 +287,8 @@ def test_logits_that_are_no_numbers_end_their_request_alone(
     replica = start()
     replica.prefill(request(1, PROMPT, 9, **sampling), request(2, PROMPT, 9))
     found = replica.until(1, 2)
-    assert found[1].error == f"the model's logits are not finite: the best is {value}"
+    assert found[1].error.startswith("the model's logits at position")
+    assert found[1].error.endswith("are not finite (NaN or infinity)")
     assert len(found[2].tokens) == 9
     assert replica.steps.occupancy.blocks_used == 0
 

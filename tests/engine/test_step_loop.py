@@ -189,6 +189,22 @@ def test_text_held_back_for_a_stop_string_comes_at_the_length_end(start: Start) 
     assert (output.finish, output.text) == (pb.FinishReason.LENGTH, whole.text)
 
 
+def test_a_stop_string_may_end_in_a_character_that_the_length_end_cuts(start: Start) -> None:
+    """What is shown lacks it, so the reason is the stop string, as everywhere."""
+    half = {"bias_token_ids": [0xC3, ord("a")], "bias_values": [170.0, 230.0]}
+    for stop, text, finish in [
+        ("a\ufffd", "", pb.FinishReason.STOP),
+        ("\ufffd", "a", pb.FinishReason.STOP),
+        ("\ufffda", "a\ufffd", pb.FinishReason.LENGTH),
+        ("é", "a\ufffd", pb.FinishReason.LENGTH),
+    ]:
+        replica = start()
+        replica.prefill(request(2, "b", 2, stop=[stop], presence_penalty=100.0, **half))
+        output = replica.until(2)[2]
+        assert output.tokens == [ord("a"), 0xC3]
+        assert (output.finish, output.text) == (finish, text)
+
+
 def test_stop_tokens_end_the_output_without_a_text_of_their_own(start: Start) -> None:
     whole = free_text(start, PROMPTS[2], 30)
     at = next(i for i in range(5, 30) if whole.tokens[i] not in whole.tokens[:i])

@@ -217,10 +217,15 @@ def test_prefill_here_and_decode_there_gives_the_tokens_of_one_replica() -> None
     assert [first, *run_to_end(target)[1]] == continuation(sequence.tokens[:10], 6)
 
 
-def test_an_adopted_prefix_is_known_to_later_requests() -> None:
+def test_an_adopted_prefix_is_known_to_requests_that_come_after_its_first_step() -> None:
+    """Before, nobody has seen whether what came is sound."""
     model = world(budget=64)
     tokens = list(range(17))
     model.adopt(model.scheduler.reserve(17), Sequence(1, list(tokens), 16, 4))
+    early = request(3, [*range(16), 50, 52], max_tokens=1)
+    model.scheduler.add(early)
+    model.step()
+    assert early.cached_tokens == 0
     late = request(2, [*range(16), 50, 51], max_tokens=1)
     model.scheduler.add(late)
     run_to_end(model)
@@ -393,3 +398,34 @@ def test_only_the_plan_that_is_out_can_come_back() -> None:
 def test_a_budget_that_could_starve_a_running_request_is_refused() -> None:
     with pytest.raises(ValueError, match="max_batch_size=9"):
         world(budget=8, batch=9)
+
+
+def test_a_spoilt_sequence_ends_alone_and_nothing_of_it_stays_in_the_prefix_cache() -> None:
+    """Not even what an earlier step of its own had put there."""
+    model = world(budget=16)
+    spoilt, sound = request(1, 20), request(2, 3)
+    model.scheduler.add(spoilt)
+    model.step()
+    model.scheduler.add(sound)
+    plan = model.scheduler.schedule()
+    sampled = model.run(plan)
+    assert [chunk.sequence.id for chunk in plan.sampling] == [1, 2]
+    assert model.scheduler.complete(plan, sampled, spoilt={1}) == [Finish.NONE, Finish.NONE]
+    assert model.scheduler.sequence_ids() == [2]
+    assert len(spoilt.tokens) == 20 and len(sound.tokens) == 4
+    again = request(3, 20, max_tokens=1)
+    model.scheduler.add(again)
+    run_to_end(model)
+    assert again.cached_tokens == 0
+    model.scheduler.audit()
+
+
+def test_a_spoilt_sequence_that_was_cancelled_meanwhile_gives_its_blocks_back_once() -> None:
+    model = world(budget=32)
+    model.scheduler.add(request(1, 20))
+    plan = model.scheduler.schedule()
+    sampled = model.run(plan)
+    assert model.scheduler.cancel(1)
+    assert model.scheduler.complete(plan, sampled, spoilt={1}) == [Finish.NONE]
+    assert model.scheduler.blocks.used == 0
+    model.scheduler.audit()
