@@ -59,9 +59,9 @@ def engine(
     batch
         Requests decoded together.
     context
-        Tokens of each of them.
+        Tokens of each of them; with the batches at least 3 points.
     prompt
-        Tokens of a prompt, computed alone in one step.
+        Tokens of a prompt, computed alone in one step; at least 3 sizes, for the fit.
     rounds
         Turns that every point takes.
     steps

@@ -111,7 +111,15 @@ def _byte_level_parts(metadata: dict[str, Value], tokens: list[str]) -> dict[str
     if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
         raise GgufError(f"tokenizer.ggml.pre is {pre!r}; supported are {known}")
-    merges = [merge.split(" ", 1) for merge in _strings(metadata, "tokenizer.ggml.merges")]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    merges = []
+    for merge in _strings(metadata, "tokenizer.ggml.merges"):
+        left, _, right = merge.partition(" ")
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise GgufError(
+                f"tokenizer.ggml.merges has {merge[:80]!r}, not two tokens that make one"
+            )
+        merges.append((left, right))
     return {
         "normalizer": {"type": "NFC"} if pre in _QWEN2_NAMES else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": _PRE_TOKENIZERS[pre]},
@@ -125,7 +133,7 @@ def _byte_level_parts(metadata: dict[str, Value], tokens: list[str]) -> dict[str
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": pre in _LLAMA3_NAMES,
-            "vocab": {token: i for i, token in enumerate(tokens)},
+            "vocab": vocab,
             "merges": merges,
         },
     }

@@ -15,6 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from blitzd.engine.catalogue import CATALOGUE, DEFAULT_MODEL, is_pulled, model_path
 from blitzd.engine.gguf import GgufError, GgufFile
+from blitzd.engine.gguf_tokenizer import tokenizer_json
 from blitzd.engine.source_gguf import GgufSource
 from tests.gguf_files import quantised, random_blocks, tiny_gguf, tiny_weights, write_gguf
 
@@ -246,3 +247,10 @@ def test_an_unsupported_tokenizer_is_named(tmp_path: Path) -> None:
     path = tiny_gguf(tmp_path / "x.gguf", texts={"tokenizer.ggml.pre": "deepseek-coder"})
     with pytest.raises(GgufError, match="'deepseek-coder'"):
         GgufSource(path).write_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("merge", ["he", "q zz", "h q", " ", ""])
+def test_a_merge_that_makes_no_token_is_named(tmp_path: Path, merge: str) -> None:
+    metadata = GgufFile(tiny_gguf(tmp_path / "x.gguf")).metadata
+    with pytest.raises(GgufError, match=f"tokenizer.ggml.merges has '{merge}', not two"):
+        tokenizer_json(metadata | {"tokenizer.ggml.merges": ["h e", merge]})
