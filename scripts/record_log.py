@@ -28,7 +28,10 @@ from tests.corpus import LOGS, Expected
 
 RECORDS_MAX = 1100
 """Of a log. Enough for a state hash in it, small enough for a repository."""
-USUAL = ("pairs", "roles", "handovers", "restarts", "resumes", "plan", "presets", "11", "39")
+USUAL = (
+    *("pairs", "roles", "handovers", "restarts", "resumes", "plan", "presets", "nodes"),
+    *("11", "39"),
+)
 """Together they hold every type of record that the daemon writes."""
 
 SEGMENT_BYTES = 24 << 10
@@ -253,6 +256,25 @@ def planned() -> list[Record]:
     return world.log
 
 
+def nodes() -> list[Record]:
+    """A node that joins, decodes, freezes with a request on it, and is back."""
+    world = Harness().serving("prefill")
+    for epoch in (1, 2):
+        offered = (("b.r0", "decode"), ("b.r1", "spare"))
+        world.feed(ev.AgentJoined("b", epoch, "10.0.0.2", "test", "x86_64", 2, 1024, offered))
+        world.attach("b.r0")
+        world.load("b.r0")
+        world.arrive(epoch)
+        world.first_token(epoch)
+        world.imported(epoch)
+        if epoch == 1:
+            world.feed(ev.AgentLost("b", epoch, "not heard of for 10 s"))
+            world.after(1000)
+            world.first_token(epoch)
+    world.imported(1)
+    return world.log
+
+
 SCRIPTS = {
     "presets": presets,
     "pairs": live_pairs,
@@ -261,6 +283,7 @@ SCRIPTS = {
     "restarts": restarts,
     "resumes": resumes,
     "plan": planned,
+    "nodes": nodes,
 }
 
 

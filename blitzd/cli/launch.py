@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 import uvloop
 
-from blitzd.cli.settings import EngineSettings, ModelSettings, Settings
+from blitzd.cli.settings import EngineSettings, ModelSettings, NodeSettings, Settings
 from blitzd.engine import catalogue
 from blitzd.engine.device import devices_of, unsupported
 from blitzd.engine.kv_geometry import KvGeometry
@@ -21,9 +21,11 @@ from blitzd.engine.model_config import ModelConfig
 from blitzd.engine.options import ReplicaOptions
 from blitzd.engine.prepare import prepare
 from blitzd.events import LogError, LogLocked
+from blitzd.fabric import Tls
 from blitzd.fsm import IllegalEvent, IllegalTransition
 from blitzd.http.limits import Limits
 from blitzd.http.server import Serving, serve
+from blitzd.node.agent import Agent
 from blitzd.node.config import NodeConfig
 from blitzd.node.daemon import NodeDaemon
 from blitzd.node.notify import Manager
@@ -52,11 +54,14 @@ def launch(settings: Settings, say: Say, greet: Greet) -> None:
     state_dir = _state_dir(settings)
     try:
         config = node_config(settings, state_dir, say_both)
-        daemon = NodeDaemon(config)
+        daemon = Agent(config) if settings.node.role == "agent" else NodeDaemon(config)
     except (ValueError, OSError, TimeoutError, catalogue.PullError, LogLocked) as error:
         raise Refused(str(error)) from error
     except (LogError, IllegalEvent, IllegalTransition) as error:
         raise Refused(f"{error}\nlook closer with: blitzd log verify {state_dir}") from error
+    if isinstance(daemon, Agent):
+        _run_agent(daemon, manager, say_both)
+        return
     say_both(f"starting {len(config.replicas())} workers; log in {state_dir / 'log'}")
     try:
         uvloop.run(_run(daemon, settings, manager, say, greet))
@@ -93,6 +98,11 @@ def node_config(settings: Settings, state_dir: Path, say: Say) -> NodeConfig:
         decode=counts.decode,
         spare=counts.spare,
         node=settings.node.name,
+        address=settings.node.address,
+        node_port=settings.node.port,
+        controller=settings.node.controller,
+        tls=_tls(settings.node),
+        lease_s=settings.node.lease_s,
         spawn=settings.node.spawn,
         same_node=settings.fabric.same_node,
         kv_blocks=_kv_blocks(model_dir, engine.kv_mib, loaded),
@@ -109,6 +119,17 @@ def node_config(settings: Settings, state_dir: Path, say: Say) -> NodeConfig:
         drain_s=limits.drain_s,
         policy=settings.policy,
     )
+
+
+def _tls(node: NodeSettings) -> Tls:
+    """Raises OSError, ValueError."""
+    files = (node.tls_cert, node.tls_key, node.tls_ca)
+    tls = Tls(*(str(Path(file).expanduser().absolute()) if file else "" for file in files))
+    try:
+        tls.check()
+    except OSError as error:
+        raise ValueError(f"node.tls_cert, node.tls_key, node.tls_ca: {error}") from error
+    return tls
 
 
 def _prepare(model: ModelSettings, devices: tuple[str, ...], say: Say) -> Path:
@@ -187,6 +208,28 @@ async def _run(
                     task.cancel()
 
     await daemon.run(serving)
+
+
+def _run_agent(agent: Agent, manager: Manager, say: Say) -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+
+        def stop(name: str) -> None:
+            manager.tell("STOPPING=1")
+            say("stopping: its workers end")
+            agent.stop(name)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop, number.name)
+        attending = loop.create_task(_logged(manager.attend_agent(agent)))
+        try:
+            await agent.run(ready=lambda: manager.tell("READY=1"))
+        finally:
+            attending.cancel()
+
+    config = agent.config
+    say(f"agent of node {config.node} for the controller at {config.controller}")
+    uvloop.run(run())
 
 
 def _listening(daemon: NodeDaemon, settings: Settings) -> AbstractAsyncContextManager[Serving]:

@@ -12,10 +12,10 @@ from msgspec import Meta
 from blitzd.control.policy import Policy
 from blitzd.engine import catalogue
 from blitzd.engine.options import Weights
+from blitzd.fabric import host_and_port
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
-Replicas = Annotated[int, Meta(ge=1, le=64)]
-Spares = Annotated[int, Meta(ge=0, le=64)]
+Replicas = Annotated[int, Meta(ge=0, le=64)]
 Count = Annotated[int, Meta(ge=1, le=1 << 30)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 Device = Annotated[
@@ -29,7 +29,28 @@ Text = Annotated[str, Meta(min_length=1)]
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     name: Name = "local"
-    """Of this node, in the log."""
+    """Of this node, in the log, and in its certificate if there are several."""
+    role: Literal["controller", "agent"] = "controller"
+    """controller: serves, and decides for all nodes. agent: starts workers here as the controller
+    tells it (docs/nodes.md); its [replicas] are what it offers."""
+    address: str = ""
+    """By which other nodes reach this one, and where its workers listen for them. On a controller
+    it lets agents join; empty: this is the only node."""
+    port: Port = 11238
+    """Of the controller, at `address`, for agents."""
+    controller: str = ""
+    """Of an agent: HOST:PORT of the controller."""
+    tls_cert: str = ""
+    """PEM: this node's certificate, which names `name` and `address`."""
+    tls_key: str = ""
+    """PEM: its key."""
+    tls_ca: str = ""
+    """PEM: the authority that signed the certificates of all nodes."""
+    insecure: bool = False
+    """true: nodes talk over plain TCP, without any certificates. For trials only."""
+    lease_s: Annotated[float, Meta(ge=1, le=3600)] = 10.0
+    """Of the controller. An agent that is not heard of for so long is lost, and ends its workers
+    by then."""
     state_dir: str = ""
     """Where the event log is kept. Empty: `$STATE_DIRECTORY`, `/var/lib/blitzd` if it can be
     written, else `$XDG_STATE_HOME/blitzd`."""
@@ -48,10 +69,10 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefill: Replicas = 1
-    """Replicas that compute prompts."""
+    """Replicas that compute prompts. 0 of these, or of `decode`: other nodes have them."""
     decode: Replicas = 1
     """Replicas that make the tokens after the first."""
-    spare: Spares = 1
+    spare: Replicas = 1
     """Workers without a model, for when replicas are added."""
 
 
@@ -150,5 +171,41 @@ def conflicts(settings: Settings) -> list[str]:
             f"engine.max_batch_size: {engine.max_batch_size}; accepted: at most"
             f" engine.max_batch_tokens, {engine.max_batch_tokens}"
         )
+    found += _node_conflicts(settings.node) + _replica_conflicts(settings)
     found += [f"policy.{reason}" for _, reason in settings.policy.conflicts()]
     return found
+
+
+def _node_conflicts(node: NodeSettings) -> list[str]:
+    found = []
+    agent, given = node.role == "agent", (node.tls_cert, node.tls_key, node.tls_ca)
+    if agent and not node.address:
+        found.append("node.address: empty; an agent's workers are reached there")
+    if agent and not node.controller:
+        found.append("node.controller: empty; an agent needs the controller's HOST:PORT")
+    if not agent and node.controller:
+        found.append(f"node.controller: {node.controller}, but node.role is controller, not agent")
+    if node.controller:
+        try:
+            host_and_port(node.controller)
+        except ValueError as error:
+            found.append(f"node.controller: {error}")
+    if node.insecure and any(given):
+        found.append("node.insecure: true, and node.tls_... are given; accepted: one of the two")
+    elif node.address and not node.insecure and not all(given):
+        found.append(
+            "node.address: nodes need node.tls_cert, node.tls_key and node.tls_ca, or"
+            " node.insecure = true for plain TCP"
+        )
+    return found
+
+
+def _replica_conflicts(settings: Settings) -> list[str]:
+    counts, node = settings.replicas, settings.node
+    if node.role == "agent" and not counts.prefill + counts.decode + counts.spare:
+        return ["replicas.prefill, replicas.decode, replicas.spare: 0 each; an agent offers some"]
+    return [
+        f"replicas.{role}: 0; accepted: at least 1 where no other node can join (node.address)"
+        for role in ("prefill", "decode")
+        if not (getattr(counts, role) or node.address)
+    ]

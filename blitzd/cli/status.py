@@ -43,7 +43,15 @@ def lines_of(state: dict[str, Any]) -> list[str]:
         found.append(f"scaled to {wanted['prefill']} prefill, {wanted['decode']} decode")
     if node["rolling_restart"]:
         found.append(f"rolling restart of {', '.join(node['rolling_restart'])}")
+    found += [_agent(agent) for agent in state["agents"]]
     return [*found, "", *_table(state["replicas"], now_ns)]
+
+
+def _agent(agent: dict[str, Any]) -> str:
+    if agent["phase"] == "lost":
+        return f"agent  {agent['node']}  lost: {agent['trouble']}"
+    size = f"{agent['arch']}, {agent['cpus']} CPUs, {agent['memory_mib']} MiB"
+    return f"agent  {agent['node']}  present at {agent['address']}  {size}"
 
 
 HEAD = ("id", "role", "state", "epoch", "pid", "layers", "KV blocks", "requests", "")

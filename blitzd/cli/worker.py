@@ -10,7 +10,7 @@ from cyclopts import Parameter, validators
 from blitzd.engine.device import claim_device
 from blitzd.engine.options import ReplicaOptions, Weights
 from blitzd.engine.worker import WorkerOptions, run
-from blitzd.fabric import Identity
+from blitzd.fabric import Identity, Tls
 
 Positive = validators.Number(gte=1)
 
@@ -27,6 +27,10 @@ def worker(
     pace_layer_ms: Annotated[float, Parameter(validator=validators.Number(gte=0))] = 0.0,
     max_batch_tokens: Annotated[int, Parameter(validator=Positive)] = 512,
     max_batch_size: Annotated[int, Parameter(validator=Positive)] = 64,
+    host: str = "",
+    tls_cert: str = "",
+    tls_key: str = "",
+    tls_ca: str = "",
     verify_kv: Annotated[bool, Parameter(env_var="BLITZD_VERIFY_KV")] = False,
 ) -> int:
     """Serve one replica's engine over gRPC until SIGTERM.
@@ -54,6 +58,14 @@ def worker(
         Tokens of one step; longer prompts are computed in chunks.
     max_batch_size
         Requests of one step.
+    host
+        Of this node: listen there for other nodes, on any free port, over TCP with mutual TLS.
+    tls_cert
+        This node's certificate, PEM. Without one what goes between nodes can be read and forged.
+    tls_key
+        Its key.
+    tls_ca
+        The authority that signed the certificates of all nodes.
     verify_kv
         Compare checksums of imported KV with its source's.
     """
@@ -62,6 +74,8 @@ def worker(
             identity=Identity.parse(f"{id}/{epoch}"),
             socket=socket.absolute(),
             orphan_timeout_s=orphan_timeout,
+            host=host,
+            tls=Tls(tls_cert, tls_key, tls_ca),
             verify_kv=verify_kv,
             replica=ReplicaOptions(
                 device=claim_device(device),

@@ -10,6 +10,8 @@ MAX_ATTEMPTS = 256
 class SpawnWorker:
     replica: str
     epoch: int
+    node: str = ""
+    """Whose agent starts it; empty: this node does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from blitzd.control import (
+    agents,
     audit,
     handoff,
     host_cache,
@@ -94,6 +95,8 @@ HANDLERS: dict[type[Payload], Callable[[Turn, Any], None]] = {
     ev.RollingRestartRequested: restarts.rolling_restart_requested,
     ev.RollingRestartStopRequested: restarts.rolling_restart_stop_requested,
     ev.PolicyRequested: roles.policy_requested,
+    ev.AgentJoined: agents.agent_joined,
+    ev.AgentLost: agents.agent_lost,
 }
 
 

@@ -14,15 +14,25 @@ RULES: dict[type[Payload], str] = {
     **{cls: INPUT for cls in REGISTRY.values() if cls.type_id < 100},
     ev.NodeStarted: "Each start begins with the configuration and the policy in force.",
     ev.NodeDraining: "Told to stop: no new request is accepted, those accepted may finish.",
+    ev.NodeJoined: "An agent is in contact; its replicas are this cluster's from here on.",
+    ev.NodeLost: (
+        "Its agent left, was silent for its lease, or the controller was restarted: requests"
+        " leave its replicas, its replicas leave the state."
+    ),
     ev.NodeStopped: "A draining node stops once no request is left, or its deadline has come.",
-    ev.ReplicaRegistered: "The configuration names this replica, with another role or node or new.",
+    ev.ReplicaRegistered: (
+        "The configuration, or a node that joins, names this replica: new, or with another role"
+        " or node."
+    ),
     ev.WorkerSpawning: (
         "A running node spawns a worker where there is none and the back-off is over."
     ),
     ev.WorkerSpawned: "The process was started.",
     ev.WorkerAttached: "The worker answers on its socket, or was adopted from the last boot.",
     ev.WorkerLost: f"A dead worker makes its replica Failed. The next one: {BACK_OFF}",
-    ev.ReplicaRetired: "The configuration no longer names this replica, and it has no worker.",
+    ev.ReplicaRetired: (
+        "The configuration no longer names this replica, or its node is lost; it has no worker."
+    ),
     ev.LoadStarted: (
         "An Inactive replica with an attached worker and a role other than spare loads, unless"
         " it is cordoned or in back-off; from a replica that has the weights, or will, and gives"

@@ -6,6 +6,7 @@ from blitzd.control.resume import leave
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
 from blitzd.fsm import Replica, ReplicaState
+from blitzd.fsm.agent import Agent
 from blitzd.fsm.table import LOADING, WITHOUT_WEIGHTS
 
 MS = 1_000_000
@@ -21,7 +22,7 @@ def booted(turn: Turn, boot: ev.Booted) -> None:
         turn.emit(ev.RequestFailed(request.id, "daemon_restarted", "the daemon was restarted"))
     adopted = {(replica, epoch, pid) for replica, epoch, pid in boot.adopted}
     for replica in list(turn.state.replicas.values()):
-        if replica.worker == "absent":
+        if replica.worker == "absent" or replica.node in turn.state.agents:
             continue
         if (replica.id, replica.epoch, replica.pid) in adopted:
             if replica.worker != "attached":
@@ -30,6 +31,8 @@ def booted(turn: Turn, boot: ev.Booted) -> None:
         else:
             turn.command(EndWorker(replica.id, replica.epoch))
             lose(turn, replica, "not there, or not usable, when the daemon came back")
+    for agent in [a for a in turn.state.agents.values() if a.phase == "present"]:
+        lose_node(turn, agent, "the controller was restarted")
     wanted = dict(boot.replicas)
     for gone in [r for r in turn.state.replicas.values() if r.id not in wanted]:
         if gone.worker != "absent":
@@ -71,6 +74,18 @@ def worker_exited(turn: Turn, exited: ev.WorkerExited) -> None:
 def lose(turn: Turn, replica: Replica, reason: str) -> None:
     break_pair(turn, replica, f"replica {replica.id} was lost")
     turn.emit(ev.WorkerLost(replica.id, replica.epoch, reason, _retry_ns(turn, replica)))
+
+
+def lose_node(turn: Turn, agent: Agent, reason: str) -> None:
+    """Takes the node's replicas away, their requests first."""
+    why = f"node {agent.node}: {reason}"
+    for replica in [r for r in turn.state.replicas.values() if r.node == agent.node]:
+        if replica.worker != "absent":
+            leave(turn, replica, "worker_lost", why)
+            turn.command(EndWorker(replica.id, replica.epoch))
+            lose(turn, replica, why)
+        turn.emit(ev.ReplicaRetired(replica.id))
+    turn.emit(ev.NodeLost(agent.node, agent.epoch, reason))
 
 
 def break_pair(turn: Turn, replica: Replica, reason: str) -> None:
@@ -169,7 +184,8 @@ def tend(turn: Turn) -> None:
             continue
         if replica.worker == "absent":
             turn.emit(ev.WorkerSpawning(replica.id, replica.epoch + 1))
-            turn.command(SpawnWorker(replica.id, replica.epoch))
+            agent = replica.node if replica.node in turn.state.agents else ""
+            turn.command(SpawnWorker(replica.id, replica.epoch, agent))
         else:
             to_load.append(replica)
     loads.start(turn, to_load)

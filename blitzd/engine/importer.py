@@ -124,11 +124,11 @@ class Pull:
 class Importer:
     """One import a request at a time, under the newest lease."""
 
-    def __init__(self, ucx: UcxFabric, verify: bool) -> None:
+    def __init__(self, ucx: UcxFabric, sources: Sources, verify: bool) -> None:
         """`verify` compares checksums after every transfer, asked to or not."""
         self._ucx = ucx
         self._verify = verify
-        self._sources = Sources()
+        self._sources = sources
         self.mapped = MappedPeers()
         """Arenas of workers on this node."""
         self._running: dict[int, Pull] = {}

@@ -159,10 +159,10 @@ class RelaySource:
 class RelayFollower:
     """Old's side."""
 
-    def __init__(self, ucx: UcxFabric, mapped: MappedPeers) -> None:
+    def __init__(self, ucx: UcxFabric, sources: Sources, mapped: MappedPeers) -> None:
         self._ucx = ucx
         self._mapped = mapped
-        self._sources = Sources()
+        self._sources = sources
         self._idle = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
 

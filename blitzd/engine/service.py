@@ -21,8 +21,9 @@ from blitzd.engine.options import ReplicaOptions
 from blitzd.engine.prepared import Prepared
 from blitzd.engine.relay import RelayFollower, RelaySource
 from blitzd.engine.reports import Reports
+from blitzd.engine.sources import Sources
 from blitzd.engine.weights_load import WeightLoader
-from blitzd.fabric import ArenaServer, Identity, UcxFabric
+from blitzd.fabric import PLAIN, ArenaServer, Identity, Tls, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
 
 if TYPE_CHECKING:
@@ -49,9 +50,12 @@ class EngineService(pb.EngineBase):
         options: ReplicaOptions,
         crashed: Callable[[BaseException], None],
         verify_kv: bool = False,
+        tls: Tls = PLAIN,
     ) -> None:
         """`kv_socket` is where peers get the KV arena. `crashed` is called, in the event loop,
-        when the step loop cannot go on."""
+        when the step loop cannot go on. `tls` is for peers on other nodes."""
+        self.endpoint = ""
+        """HOST:PORT, once other nodes can call here."""
         self.last_heard = time.monotonic()
         """When a daemon last showed that it is there."""
         self._identity = identity
@@ -60,11 +64,11 @@ class EngineService(pb.EngineBase):
         self._crashed = crashed
         self._reports = Reports()
         self._ucx = UcxFabric(str(identity))
-        self._importer = Importer(self._ucx, verify_kv)
+        self._importer = Importer(self._ucx, Sources(tls), verify_kv)
         self._exporter = Exporter(identity, self._ucx)
         self._relays = RelaySource(identity, self._ucx)
-        self._follower = RelayFollower(self._ucx, self._importer.mapped)
-        self._weights = WeightLoader(identity, self._ucx, options.weights)
+        self._follower = RelayFollower(self._ucx, Sources(tls), self._importer.mapped)
+        self._weights = WeightLoader(identity, self._ucx, Sources(tls), options.weights)
         self._replica: Replica | None = None
         self._arena_server: ArenaServer | None = None
         self._progress = pb.LoadProgress()
@@ -101,6 +105,7 @@ class EngineService(pb.EngineBase):
             bytes_total=progress.bytes_total,
             model_digest=progress.digest,
             block_tokens=progress.block_tokens,
+            endpoint=self.endpoint,
         )
         if replica is not None:
             now = replica.steps.occupancy

@@ -1,4 +1,4 @@
-"""Channels to the workers that KV is pulled from, one a life of each."""
+"""Channels to the workers that KV and weights are pulled from, one a life of each."""
 
 import time
 from collections import OrderedDict
@@ -8,7 +8,7 @@ from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from blitzd.engine.errors import InvalidField
 from blitzd.engine.handover import SAID_BY_SOURCE
-from blitzd.fabric import Identity, PeerLost
+from blitzd.fabric import Identity, PeerLost, Tls, channel_to
 from blitzd.proto.blitzd.engine import v1 as pb
 
 CHANNELS = 64
@@ -19,10 +19,12 @@ Key = tuple[Identity, str]
 
 
 class Sources:
-    """A socket's path proves nothing: another epoch, or another replica, may listen there by
+    """An address proves nothing: another epoch, or another replica, may listen there by
     now. So a channel belongs to an identity, and each call names the epoch that it means."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Tls) -> None:
+        """`tls` is for those on other nodes."""
+        self._tls = tls
         self._channels: OrderedDict[Key, Channel] = OrderedDict()
 
     async def export(
@@ -51,7 +53,7 @@ class Sources:
         if channel is None:
             for older in [k for k in self._channels if k[0].replica == key[0].replica]:
                 self._drop(older)
-            channel = Channel(path=key[1])
+            channel = channel_to(endpoint, self._tls)
         self._channels[key] = channel
         if len(self._channels) > CHANNELS:
             self._channels.popitem(last=False)[1].close()

@@ -28,11 +28,11 @@ log = structlog.get_logger()
 class WeightLoader:
     """One load at a time."""
 
-    def __init__(self, identity: Identity, ucx: UcxFabric, how: Weights) -> None:
+    def __init__(self, identity: Identity, ucx: UcxFabric, sources: Sources, how: Weights) -> None:
         """`how` weights of the directory's own file are held; received ones are a copy."""
         self._ucx = ucx
         self._how = how
-        self._sources = Sources()
+        self._sources = sources
         self.server = WeightServer(identity, ucx)
         self._kept: Filling | None = None
         self._dropping: asyncio.TimerHandle | None = None

@@ -1,4 +1,5 @@
-"""The worker process: one replica, one gRPC server on a unix socket.
+"""The worker process: one replica, one gRPC server on a unix socket, and over TCP for other
+nodes if there are any.
 
 It leads its own session and outlives the daemon that started it, for a while: with no daemon
 watching or asking for its health for `orphan_timeout_s` it ends by itself.
@@ -25,12 +26,15 @@ from structlog.typing import EventDict
 from blitzd.engine.calls import guard
 from blitzd.engine.options import ReplicaOptions
 from blitzd.engine.service import EngineService
-from blitzd.fabric import Identity
+from blitzd.fabric import PLAIN, Identity, Tls, endpoint_of
 
 log = structlog.get_logger()
 
 END_S = 2.0
 """For calls that are being answered when the worker is told to end."""
+
+SILENT_S = 5
+"""Without an answer of its kernel, a caller on another node is gone."""
 
 SOCKET_BYTES = 107
 
@@ -40,6 +44,10 @@ class WorkerOptions:
     identity: Identity
     socket: Path
     orphan_timeout_s: float = 20.0
+    host: str = ""
+    """Of this node, to listen on for other nodes, on any free port; empty: not at all."""
+    tls: Tls = PLAIN
+    """Between nodes."""
     verify_kv: bool = False
     """Compare checksums of imported KV with the source's."""
     replica: ReplicaOptions = field(default_factory=ReplicaOptions)
@@ -112,25 +120,58 @@ async def serve(options: WorkerOptions) -> int:
         options.replica,
         crashed=lambda error: end(1),
         verify_kv=options.verify_kv,
+        tls=options.tls,
     )
-    server = Server([service])
-    grpclib.events.listen(server, grpclib.events.RecvRequest, guard)
-    listener = _listen(options.socket)
-    await server.start(sock=listener)
-    log.info("worker serves", socket=str(options.socket), pid=os.getpid())
+    servers = []
+    if options.host:
+        afar = _listen_afar(options.host)
+        service.endpoint = endpoint_of(options.host, afar.getsockname()[1])
+        servers.append(await _start(service, afar, options.tls))
+    # Last, since who finds it asks where others find us.
+    servers.append(await _start(service, _listen(options.socket), PLAIN))
+    log.info(
+        "worker serves", socket=str(options.socket), endpoint=service.endpoint, pid=os.getpid()
+    )
     orphaned = asyncio.create_task(_wait_orphaned(service, options.orphan_timeout_s))
     orphaned.add_done_callback(lambda task: None if task.cancelled() else end(0))
     try:
         return await ended
     finally:
         orphaned.cancel()
-        server.close()
+        for server in servers:
+            server.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_S):
-                await server.wait_closed()
+                for server in servers:
+                    await server.wait_closed()
         await service.close()
         options.socket.unlink(missing_ok=True)
         log.info("worker ends")
+
+
+async def _start(service: EngineService, listener: socket.socket, tls: Tls) -> Server:
+    server = Server([service])
+    grpclib.events.listen(server, grpclib.events.RecvRequest, guard)
+    await server.start(sock=listener, ssl=tls.server)
+    return server
+
+
+def _listen_afar(host: str) -> socket.socket:
+    """Raises OSError when `host` is not ours. A caller that vanishes without a word is found
+    out, so that a worker whose controller is cut off knows itself orphaned."""
+    [(family, _, _, _, address), *_] = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)
+        listener.bind(address)
+        listener.listen(64)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def _listen(path: Path) -> socket.socket:

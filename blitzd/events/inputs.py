@@ -325,3 +325,28 @@ class DecodeHeld(Payload, frozen=True, array_like=True):
     replica: str
     epoch: int
     request_id: int
+
+
+@record_type(50, Kind.INPUT, Durability.ACK)
+class AgentJoined(Payload, frozen=True, array_like=True):
+    """The agent of another node is in contact: new, restarted, or back within its lease."""
+
+    node: str
+    epoch: int
+    """Counts the starts of the agent."""
+    address: str
+    version: str
+    arch: str
+    cpus: int
+    memory_mib: int
+    replicas: tuple[tuple[str, str], ...]
+    """(id, role) that the node offers, as in Booted."""
+
+
+@record_type(51, Kind.INPUT, Durability.ACK)
+class AgentLost(Payload, frozen=True, array_like=True):
+    """The agent has taken its leave, or its lease has run out."""
+
+    node: str
+    epoch: int
+    reason: str

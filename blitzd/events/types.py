@@ -5,6 +5,7 @@ clock, sizes bytes, KV counts blocks. Events are what the core decided, and all 
 state is folded from; those about the node and the log itself are here.
 """
 
+from blitzd.events.agent_events import *
 from blitzd.events.handover_events import *
 from blitzd.events.inputs import *
 from blitzd.events.plan_events import *

@@ -7,6 +7,7 @@ written any more.
 
 from blitzd.fabric.arena import SharedArena
 from blitzd.fabric.arena_server import ArenaServer
+from blitzd.fabric.endpoints import PLAIN, Tls, channel_to, endpoint_of, host_and_port
 from blitzd.fabric.errors import (
     FabricError,
     IdentityMismatch,
@@ -20,6 +21,7 @@ from blitzd.fabric.segments import Segment
 from blitzd.fabric.ucx import UcxFabric
 
 __all__ = [
+    "PLAIN",
     "ArenaServer",
     "FabricError",
     "Identity",
@@ -30,6 +32,10 @@ __all__ = [
     "Segment",
     "SegmentError",
     "SharedArena",
+    "Tls",
     "TransferTimeout",
     "UcxFabric",
+    "channel_to",
+    "endpoint_of",
+    "host_and_port",
 ]

@@ -2,6 +2,7 @@
 
 from blitzd.events.record import Kind, Record
 from blitzd.fsm import (
+    fold_agents,
     fold_links,
     fold_node,
     fold_pairs,
@@ -16,6 +17,7 @@ from blitzd.fsm.state import ClusterState
 
 # Importing them registers their folders.
 SUBJECTS = (
+    fold_agents,
     fold_node,
     fold_replicas,
     fold_roles,

@@ -21,6 +21,8 @@ def _(state: ClusterState, event: ev.ReplicaRegistered, record: Record) -> None:
     if replica is None:
         replica = Replica(event.replica, event.node, event.role, event.role)
         replica.since_seq, replica.cause_seq = record.seq, record.cause
+        agent = state.agents.get(event.node)
+        replica.epoch = 0 if agent is None else agent.epoch_floor
         state.replicas[event.replica] = replica
     replica.role = replica.configured = event.role
     replica.node = event.node
@@ -32,6 +34,10 @@ def _(state: ClusterState, event: ev.ReplicaRetired, record: Record) -> None:
     replica = replica_of(state, event.replica)
     if replica.worker != "absent":
         raise IllegalEvent(f"replica {replica.id} has a worker ({replica.worker})")
+    agent = state.agents.get(replica.node)
+    if agent is not None and agent.epoch_floor < replica.epoch:
+        agent.epoch_floor = replica.epoch
+        state.touch("agent", agent.node)
     del state.replicas[replica.id]
     state.touch("replica", replica.id)
 

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import msgspec
 
+from blitzd.fsm.agent import Agent, agents_json
 from blitzd.fsm.index import Index
 from blitzd.fsm.link import Lease, Link, faulty_json, links_json
 from blitzd.fsm.plan import Plan
@@ -190,7 +191,7 @@ class Pair(msgspec.Struct, gc=False):
     opened_ns: int
 
 
-Entity = Node | Replica | Request | Lease | Link | Pair | Plan
+Entity = Node | Replica | Request | Lease | Link | Pair | Plan | Agent
 Key = tuple[str, str | int]
 
 
@@ -207,6 +208,8 @@ class ClusterState:
         self.links: dict[str, Link] = {}
         self.pairs: dict[int, Pair] = {}
         self.plan = Plan()
+        self.agents: dict[str, Agent] = {}
+        """Of the nodes beside this one, those that are lost too."""
         self._hashes: dict[Key, int] = {}
         self._dirty: set[Key] = {("node", 0)}
         self._sum = 0
@@ -289,7 +292,7 @@ class ClusterState:
         return f"{self._sum:064x}"
 
     def entity(self, kind: str, key: str | int) -> Entity | None:
-        """`kind` is node or plan (with key 0), replica, request, lease, link or pair."""
+        """`kind` is node or plan (with key 0), replica, request, lease, link, pair or agent."""
         if kind == "node":
             return self.node
         if kind == "plan":
@@ -300,6 +303,7 @@ class ClusterState:
             "lease": self.leases,
             "link": self.links,
             "pair": self.pairs,
+            "agent": self.agents,
         }
         entity: Entity | None = tables[kind].get(key)
         return entity
@@ -333,6 +337,7 @@ class ClusterState:
                 "policy": dict(sorted(self.node.policy.items())),
                 **{name: self.node.tallies.get(name, 0) for name in COUNTED},
             },
+            "agents": agents_json(self.agents.values()),
             "replicas": [self._replica_json(r) for _, r in sorted(self.replicas.items())],
             "queue": {
                 "requests": len(index.queued),
@@ -396,6 +401,7 @@ class ClusterState:
                 list(self.pairs.values()),
                 self.plan,
                 list(self.links.values()),
+                list(self.agents.values()),
             ),
             order="deterministic",
         )
@@ -414,6 +420,9 @@ class ClusterState:
         state.plan = snapshot.plan
         state.touch("plan", 0)
         state.links = {link.key: link for link in snapshot.links}
+        state.agents = {agent.node: agent for agent in snapshot.agents}
+        for agent in state.agents:
+            state.touch("agent", agent)
         for replica in state.replicas:
             state.touch("replica", replica)
         for request in state.requests:
@@ -454,3 +463,4 @@ class _Snapshot(msgspec.Struct):
     pairs: list[Pair]
     plan: Plan = msgspec.field(default_factory=Plan)
     links: list[Link] = []
+    agents: list[Agent] = []

@@ -145,6 +145,12 @@ def _replica_metrics(state: dict[str, Any]) -> Iterator[Metric]:
             ["replica"],
             [((str(replica["id"]),), replica[key]) for replica in replicas],
         )
+    yield _labelled(
+        "blitzd_node_up",
+        "1 while the agent of another node is in contact, 0 once it is lost",
+        ["node"],
+        [((agent["node"],), agent["phase"] == "present") for agent in state["agents"]],
+    )
     yield _gauge("blitzd_links", "Links between replicas in use", len(state["links"]))
     faulty: list[dict[str, Any]] = state["faulty_links"]
     yield _labelled(

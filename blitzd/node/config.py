@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from blitzd.control.policy import Policy
+from blitzd.fabric import PLAIN, Tls
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,16 @@ class NodeConfig:
     decode: int = 1
     spare: int = 1
     node: str = "local"
+    address: str = ""
+    """By which other nodes reach this one; empty: there are none."""
+    node_port: int = 0
+    """Of the controller, for agents."""
+    controller: str = ""
+    """HOST:PORT; empty: this is the controller."""
+    tls: Tls = PLAIN
+    """Between nodes."""
+    lease_s: float = 10.0
+    """An agent that is not heard of for so long is lost."""
     spawn: str = "process"
     """How workers are started: process or systemd."""
     same_node: str = "map"
@@ -50,5 +61,5 @@ class NodeConfig:
 
     def device_of(self, replica: str) -> str:
         """The same for every epoch of a replica."""
-        number = int(re.sub(r"\D", "", replica) or 0)
-        return self.devices[number % len(self.devices)]
+        last = re.findall(r"\d+", replica)[-1:] or ["0"]  # a node's name may have digits, too
+        return self.devices[int(last[0]) % len(self.devices)]

@@ -32,6 +32,7 @@ from blitzd.node.face import (
     Observations,
     OperatorCommand,
 )
+from blitzd.node.hub import Hub
 from blitzd.node.journal import SEGMENT_BYTES, FileJournal
 from blitzd.node.observe import new_observations
 from blitzd.node.operator import input_of
@@ -94,14 +95,15 @@ class NodeDaemon:
             draw_seed=lambda: SystemRandom().getrandbits(32),
             first_request_id=(self._writer.boot_epoch << 32) + 1,
         )
-        self.pool = WorkerPool(config, runtime_dir(config.state_dir), self.driver)
+        self.hub = Hub(config, self._model.digest, self.driver.post) if config.address else None
+        self.pool = WorkerPool(config, runtime_dir(config.state_dir), self.driver, self.hub)
 
     async def run(self, serve: Callable[["NodeDaemon"], AbstractAsyncContextManager[None]]) -> None:
         """Serves until it is told to stop and everything accepted has ended. `serve` opens
         the HTTP routes; they stay open to the last response."""
         try:
             boot = await self._boot()
-            async with serve(self):
+            async with serve(self), self._joinable():
                 await self.driver.run(self.pool, boot)
                 await self.pool.close()
             with contextlib.suppress(OSError):  # something else is in it
@@ -109,10 +111,22 @@ class NodeDaemon:
         finally:
             await anyio.to_thread.run_sync(self._writer.close)
 
+    @contextlib.asynccontextmanager
+    async def _joinable(self) -> AsyncGenerator[None]:
+        """Other nodes can join while it is entered, if there are to be any."""
+        if self.hub is None:
+            yield
+            return
+        await self.hub.start()
+        try:
+            yield
+        finally:
+            await self.hub.close()
+
     async def _boot(self) -> ev.Booted:
-        adopted = await asyncio.gather(
-            *(self._adopt(r.id) for r in self.core.state.replicas.values() if r.pid)
-        )
+        state = self.core.state
+        ours = [r.id for r in state.replicas.values() if r.pid and r.node not in state.agents]
+        adopted = await asyncio.gather(*map(self._adopt, ours))
         return ev.Booted(
             self._writer.boot_epoch,
             blitzd.__version__,

@@ -15,6 +15,7 @@ import structlog
 
 from blitzd.fsm import ClusterState, Replica
 from blitzd.fsm.table import LOADING, WITHOUT_WEIGHTS
+from blitzd.node.agent import Agent
 from blitzd.node.daemon import NodeDaemon
 
 SEND_S = 0.1
@@ -81,6 +82,21 @@ class Manager:
             if lines:
                 self.tell(*lines)
             await asyncio.sleep(period_s)
+
+    async def attend_agent(self, agent: Agent) -> None:
+        """The same, of an agent: its event loop is all that it has."""
+        if self.address is None:
+            return
+        told = ""
+        while True:
+            status = f"{'in' if agent.in_contact else 'out of'} contact with the controller"
+            lines = [f"STATUS={status}"] if status != told else []
+            told = status
+            if self.watchdog_s is not None:
+                lines.append("WATCHDOG=1")
+            if lines:
+                self.tell(*lines)
+            await asyncio.sleep(min(STATUS_S, (self.watchdog_s or STATUS_S) / 4))
 
 
 def status_line(state: ClusterState) -> str:

@@ -1,34 +1,28 @@
-"""The node's real workers: processes on this machine, spoken to over unix sockets.
+"""The real workers: processes on this machine or, by way of their agents, on others. Each is
+spoken to directly, over a unix socket here and over TCP there.
 
 Each command becomes a task with a deadline; what comes of it goes back to the driver as
 an input. Tasks of a worker end with it.
 """
 
 import asyncio
-import signal
-import sys
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
 import structlog
-from grpclib.client import Channel
 
 from blitzd.control import commands as cmd
 from blitzd.events import types as ev
+from blitzd.fabric import channel_to
 from blitzd.node import worker_units
 from blitzd.node.config import NodeConfig
-from blitzd.node.health_watch import HealthWatch
+from blitzd.node.hub import Hub
 from blitzd.node.live import LiveRequest
+from blitzd.node.remote_process import RemoteProcess
+from blitzd.node.starter import NotStarted, Starter
 from blitzd.node.wire_ids import wire_id
-from blitzd.node.worker_calls import (
-    CALL_MARGIN_S,
-    CallFailed,
-    Reports,
-    WorkerCalls,
-    describe_failure,
-)
-from blitzd.node.worker_process import Cause, WorkerProcess
+from blitzd.node.worker import Home, Worker
+from blitzd.node.worker_calls import CallFailed, Reports, describe_failure
 from blitzd.proto.blitzd.engine import v1 as pb
 
 END_GRACE_S = 3.0
@@ -38,79 +32,20 @@ DYING_S = 0.2
 log = structlog.get_logger()
 
 
-class Worker:
-    """One epoch of one replica: its process, its channel, its tasks."""
-
-    def __init__(
-        self, replica: str, epoch: int, socket: Path, reports: Reports, config: NodeConfig
-    ) -> None:
-        self.replica = replica
-        self.epoch = epoch
-        self.socket = socket
-        self.name = socket.stem
-        self.process: WorkerProcess | None = None
-        self.channel = Channel(path=str(socket))
-        self.stub = pb.EngineStub(self.channel)
-        self._start_s = config.start_deadline_s
-        self.call_s = config.hang_deadline_s + CALL_MARGIN_S
-        self.calls = WorkerCalls(replica, epoch, self.stub, reports, self.call_s)
-        self.health = HealthWatch(
-            self.calls.health,
-            config.hang_deadline_s,
-            config.step_deadline_s,
-        )
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.watched = asyncio.Event()
-        """Its token stream is read. Requests wait for that: tokens nobody reads are gone."""
-        self.told_to_end = False
-        """Its streams break then, and that is no reason to kill it."""
-        self.ending = False
-        """Nobody wants to hear of its exit."""
-        self.why = ""
-        """Why we ended it, if it was us."""
-
-    def start_request(self, work: Callable[[], Awaitable[None]]) -> None:
-        async def when_watched() -> None:
-            try:
-                async with asyncio.timeout(self._start_s):
-                    await self.watched.wait()
-            except TimeoutError:
-                self.give_up("its token stream did not begin")
-            else:
-                await work()
-
-        self.start(when_watched())
-
-    def start(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self.tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self.tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a worker's task failed", replica=self.replica, exc_info=task.exception())
-
-    def give_up(self, why: str) -> None:
-        """Kills what does not answer; its exit then takes the usual way."""
-        if self.told_to_end or self.process is None or not self.process.alive:
-            return
-        self.why = self.why or why
-        self.process.signal(signal.SIGKILL)
-
-    def close(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        self.channel.close()
-
-
 class WorkerPool:
     """Carries out the core's commands on real workers (`ports.Workers`)."""
 
-    def __init__(self, config: NodeConfig, runtime_dir: Path, reports: Reports) -> None:
+    def __init__(
+        self, config: NodeConfig, runtime_dir: Path, reports: Reports, hub: Hub | None = None
+    ) -> None:
+        """`hub` knows the other nodes; None: there are none."""
         self._config = config
-        self._runtime_dir = runtime_dir
+        self._home = Home("", str(config.model_dir), config.kv_blocks)
+        self._starter = Starter(config, runtime_dir)
         self._reports = reports
+        self._hub = hub
+        if hub is not None:
+            hub.serve(self)
         self._workers: dict[tuple[str, int], Worker] = {}
         self._starting: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -146,33 +81,20 @@ class WorkerPool:
 
     # Life of a worker.
 
-    def _socket(self, replica: str, epoch: int) -> Path:
-        return self._runtime_dir / f"{replica}-{epoch}.sock"
-
     def _spawn(self, command: cmd.SpawnWorker, live: None) -> None:
+        if command.node:
+            self._spawn_afar(command)
+            return
         worker = self._enlist(command.replica, command.epoch)
-        if self._config.spawn == "systemd":
-            start = asyncio.ensure_future(self._start_unit(worker))
-            self._starting.add(start)
-            start.add_done_callback(self._starting.discard)
-            return
-        options = self._options(command.replica, command.epoch)
-        argv = [sys.executable, "-m", "blitzd", "worker", *options]
-        log_path = self._config.state_dir / "workers" / f"{worker.name}.log"
-        try:
-            worker.process = WorkerProcess.start(argv, log_path, self._exit_of(worker))
-        except OSError as error:
-            self._exit_of(worker)(f"could not be started: {error}")
-            return
-        worker.start(self._attach(worker))
+        start = asyncio.ensure_future(self._start(worker))
+        self._starting.add(start)
+        start.add_done_callback(self._starting.discard)
 
-    async def _start_unit(self, worker: Worker) -> None:
+    async def _start(self, worker: Worker) -> None:
         exited = self._exit_of(worker)
-        options = self._options(worker.replica, worker.epoch)
         try:
-            pid = await worker_units.start(worker.name, options)
-            worker.process = WorkerProcess(pid, exited, self._cause(worker))
-        except (worker_units.UnitFailed, OSError, ValueError) as error:
+            worker.process = await self._starter.start(worker.replica, worker.epoch, exited)
+        except NotStarted as error:
             exited(f"could not be started: {error}")
             return
         if worker.ending or worker.told_to_end:
@@ -180,39 +102,22 @@ class WorkerPool:
         else:
             worker.start(self._attach(worker))
 
-    def _cause(self, worker: Worker) -> Cause | None:
-        """A unit is no child of ours; only the manager knows how it died."""
-        by_systemd = self._config.spawn == "systemd"
-        return partial(worker_units.cause, worker.name) if by_systemd else None
-
-    def _options(self, replica: str, epoch: int) -> list[str]:
-        config = self._config
-        return [
-            *("--id", replica, "--epoch", str(epoch)),
-            *("--socket", str(self._socket(replica, epoch))),
-            *("--device", config.device_of(replica)),
-            *("--weights", config.weights),
-            *("--threads", str(config.worker_threads)),
-            *("--max-batch-tokens", str(config.max_batch_tokens)),
-            *("--max-batch-size", str(config.max_batch_size)),
-            *("--pace-layer-ms", str(config.pace_layer_ms)),
-            *("--orphan-timeout", str(config.orphan_timeout_s)),
-        ]
-
     def _enlist(self, replica: str, epoch: int) -> Worker:
-        worker = Worker(replica, epoch, self._socket(replica, epoch), self._reports, self._config)
+        worker = Worker(replica, epoch, self._home, self._reports, self._config)
+        worker.connect(channel_to(self._socket(replica, epoch), self._config.tls))
         self._workers[replica, epoch] = worker
         return worker
+
+    def _socket(self, replica: str, epoch: int) -> str:
+        return str(self._starter.socket(replica, epoch))
 
     def _exit_of(self, worker: Worker) -> Callable[[str], None]:
         def exited(how: str) -> None:
             self._workers.pop((worker.replica, worker.epoch), None)
-            # A worker that was killed leaves its sockets: its own and that of its KV arena.
-            for socket in self._runtime_dir.glob(f"{worker.name}.*sock"):
-                socket.unlink(missing_ok=True)
             worker.close()
-            if self._config.spawn == "systemd":
-                self._background(worker_units.forget(worker.name))
+            if not worker.home.node:
+                self._starter.clear(worker.replica, worker.epoch)
+                self._background(self._starter.forget(worker.replica, worker.epoch))
             if not worker.ending:
                 reason = f"{how} ({worker.why})" if worker.why else how
                 tell = log.info if worker.told_to_end else log.warning
@@ -232,17 +137,19 @@ class WorkerPool:
         assert worker.process is not None
         started = ev.WorkerStarted(worker.replica, worker.epoch, worker.process.pid)
         await self._reports.post(started)
+        socket = self._starter.socket(worker.replica, worker.epoch)
         try:
             async with asyncio.timeout(self._config.start_deadline_s):
-                while not worker.socket.exists():  # noqa: ASYNC110 - a file has no event
+                while not (worker.home.node or socket.exists()):  # noqa: ASYNC110 - a file has no event
                     await asyncio.sleep(0.01)
                 described = await worker.stub.describe(pb.DescribeRequest())
         except CallFailed as error:
             worker.give_up(f"did not come up: {describe_failure(error)}")
             return
-        await self._attached(worker, described)
-
-    async def _attached(self, worker: Worker, described: pb.DescribeReply) -> None:
+        if (described.replica_id, described.epoch) != (worker.replica, worker.epoch):
+            worker.give_up(f"{described.replica_id}/{described.epoch} answers in its place")
+            return
+        worker.endpoint = described.endpoint
         await self._reports.post(ev.WorkerDescribed(worker.replica, worker.epoch, described.pid))
         worker.start(self._watch(worker))
         worker.start(self._check_health(worker))
@@ -269,7 +176,46 @@ class WorkerPool:
         if worker is not None:
             worker.told_to_end, worker.ending = True, not command.report
             if worker.process is not None:
-                worker.start(worker.process.end(END_GRACE_S))
+                self._background(worker.process.end(END_GRACE_S))
+
+    # Workers of other nodes (`hub.Host`).
+
+    def _spawn_afar(self, command: cmd.SpawnWorker) -> None:
+        assert self._hub is not None
+        home = self._hub.home(command.node) or Home(command.node, "", 0)
+        worker = Worker(command.replica, command.epoch, home, self._reports, self._config)
+        self._workers[command.replica, command.epoch] = worker
+        exited = self._exit_of(worker)
+        process = self._hub.process(command.node, command.replica, command.epoch, exited)
+        worker.process = process
+        process.start()
+
+    def started(self, node: str, replica: str, epoch: int, pid: int, endpoint: str) -> None:
+        worker = self._workers.get((replica, epoch))
+        if worker is None or worker.home.node != node or worker.connected:
+            return
+        assert isinstance(worker.process, RemoteProcess)
+        worker.process.pid = pid
+        worker.connect(channel_to(endpoint, self._config.tls))
+        if not worker.told_to_end:
+            worker.start(self._attach(worker))
+
+    def exited(self, node: str, replica: str, epoch: int, reason: str) -> None:
+        worker = self._workers.get((replica, epoch))
+        if worker is not None and worker.home.node == node:
+            assert isinstance(worker.process, RemoteProcess)
+            worker.process.ended(reason)
+
+    def rejoined(self, node: str, live: Collection[tuple[str, int]]) -> list[tuple[str, int]]:
+        kept = []
+        for key, worker in list(self._workers.items()):
+            if worker.home.node != node:
+                continue
+            if key in live and worker.connected and not (worker.why or worker.told_to_end):
+                kept.append(key)
+            else:
+                self.exited(node, *key, "not usable when its node was back in contact")
+        return kept
 
     # Adoption.
 
@@ -277,9 +223,8 @@ class WorkerPool:
         """Takes over a worker of an earlier boot if it lives, is who the log says, was started
         as one would be now, and has the model that is wanted (empty: none). Ends it otherwise."""
         worker = self._enlist(replica, epoch)
-        try:
-            worker.process = WorkerProcess(pid, self._exit_of(worker), self._cause(worker))
-        except ProcessLookupError:
+        worker.process = self._starter.adopt(replica, epoch, pid, self._exit_of(worker))
+        if worker.process is None:
             self._forget(worker)
             return False
         try:
@@ -287,12 +232,12 @@ class WorkerPool:
         except CallFailed:
             described = pb.DescribeReply()
         identity = (described.replica_id, described.epoch, described.pid)
-        options, argv = self._options(replica, epoch), _argv(pid)
-        as_now = argv[-len(options) :] == options
+        as_now = self._starter.started_as_now(replica, epoch, pid)
         if identity == (replica, epoch, pid) and described.model_digest == digest and as_now:
+            worker.endpoint = described.endpoint
             return True
         worker.ending = True
-        if _runs_as(argv, replica, epoch):
+        if self._starter.is_worker(replica, epoch, pid):
             await worker.process.end(END_GRACE_S)
         self._forget(worker)
         return False
@@ -323,12 +268,26 @@ class WorkerPool:
     def _load(self, command: cmd.LoadModel, live: None) -> None:
         worker = self._workers.get((command.replica, command.epoch))
         if worker is not None:
-            path = str(self._config.model_dir)
             peers = [
-                pb.WeightPeer(replica_id=r, epoch=e, endpoint=str(self._socket(r, e)))
+                pb.WeightPeer(replica_id=r, epoch=e, endpoint=self._endpoint(r, e, worker))
                 for r, e in command.peers
             ]
-            worker.start(worker.calls.load(path, self._config.kv_blocks, peers, command))
+            home = worker.home
+            load = worker.calls.load(home.model_path, home.kv_blocks, peers, command)
+            worker.start(load)
+
+    def _endpoint(self, replica: str, epoch: int, caller: Worker) -> str:
+        """Where `caller` reaches that worker; one that is gone it will not find."""
+        there = self._workers.get((replica, epoch))
+        if there is None or not (there.home.node or caller.home.node):
+            return self._socket(replica, epoch)
+        return there.endpoint
+
+    def _transport(self, command: cmd.ImportKv, target: Worker) -> pb.Transport:
+        source = self._workers.get((command.source, command.source_epoch))
+        here = source is None or source.home.node == target.home.node
+        maps = here and self._config.same_node == "map"
+        return pb.Transport.MAP if maps else pb.Transport.UCX
 
     def _prefill(self, command: cmd.StartPrefill, live: LiveRequest | None) -> None:
         worker = self._workers.get((command.replica, command.epoch))
@@ -352,9 +311,8 @@ class WorkerPool:
     def _import(self, command: cmd.ImportKv, live: LiveRequest | None) -> None:
         worker = self._workers.get((command.target, command.target_epoch))
         if worker is not None and live is not None:
-            source = str(self._socket(command.source, command.source_epoch))
-            ucx = self._config.same_node == "ucx"
-            transport = pb.Transport.UCX if ucx else pb.Transport.MAP
+            source = self._endpoint(command.source, command.source_epoch, worker)
+            transport = self._transport(command, worker)
             worker.start_request(lambda: worker.calls.import_kv(command, live, source, transport))
 
     def _release(self, command: cmd.ReleaseKv, live: LiveRequest | None) -> None:
@@ -376,18 +334,3 @@ class WorkerPool:
             await call
         except CallFailed as error:
             worker.give_up(f"did not free a request: {describe_failure(error)}")
-
-
-def _argv(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
-    except (OSError, UnicodeDecodeError):
-        return []
-
-
-def _runs_as(argv: list[str], replica: str, epoch: int) -> bool:
-    """Whether a process is that worker and not a stranger that got its number."""
-    return "worker" in argv and all(
-        argv[argv.index(name) + 1] == value if name in argv[:-1] else False
-        for name, value in (("--id", replica), ("--epoch", str(epoch)))
-    )

@@ -57,21 +57,30 @@ def test_each_source_wins_over_the_one_before_and_the_winner_is_known(file: Path
     }
 
 
+AGENT = ("node.role=agent", "node.address=10.0.0.2", "node.controller=a:1", "node.insecure=true")
+BESIDE = {
+    # A batch has to have the tokens of its requests.
+    "engine.max_batch_size": ("engine.max_batch_tokens=4096",),
+    "node.role": AGENT[1:],
+    "node.controller": (*AGENT[:2], AGENT[3]),
+    "node.address": AGENT[3:],
+}
+VALUES = {"node.controller": "a:2", "baseline.preset": "impl_rdma"}
+
+
 @pytest.mark.parametrize("key", KEYS.values(), ids=str)
 def test_every_key_can_be_set_in_all_three_ways(key: Any, file: Path) -> None:
     default = getattr(getattr(Settings(), key.section), key.name)
-    value = other_than(default, key.accepted)
-    if key.name == "preset":
-        value = "impl_rdma"
+    value = VALUES.get(str(key)) or other_than(default, key.accepted)
     encoded = msgspec.json.encode(value).decode()
-    # A batch has to have the tokens of its requests.
-    rest = ("engine.max_batch_tokens=4096",) if key.name == "max_batch_size" else ()
+    rest = BESIDE.get(str(key), ())
     file.write_text(f"[{key.section}]\n{key.name} = {encoded}\n")
     variable = f"BLITZD_{key.section}__{key.name}".upper()
+    text = value if isinstance(value, str) else encoded
     for loaded in (
         load(file, rest, {}),
-        load(None, rest, {variable: str(value)}),
-        load(None, (*rest, f"{key}={value}"), {}),
+        load(None, rest, {variable: text}),
+        load(None, (*rest, f"{key}={text}"), {}),
     ):
         assert getattr(getattr(loaded.settings, key.section), key.name) == value
 
@@ -127,7 +136,7 @@ def test_a_wrong_value_is_named_with_what_is_accepted(
 
 def test_all_that_is_wrong_is_said_at_once(file: Path) -> None:
     file.write_text("port = 1\n[http]\nport = 'x'\n")
-    assert len(problems(file, ("a=b", "replicas.decode=0"))) == 4
+    assert len(problems(file, ("a=b", "replicas.decode=-1"))) == 4
 
 
 def test_a_file_that_is_no_toml_is_refused_with_the_place(file: Path) -> None:
@@ -202,3 +211,29 @@ def test_check_says_what_is_wrong_and_exits_with_it(file: Path) -> None:
     assert blitzd("serve", "-c", str(file)).returncode == 2
     missing = blitzd("serve", "-c", str(file) + "x")
     assert (missing.returncode, "No such file" in missing.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("assignments", "says"),
+    [
+        (("node.role=agent",), "node.address: empty"),
+        (("node.role=agent",), "node.controller: empty"),
+        (("node.controller=a:1",), "but node.role is controller, not agent"),
+        ((*AGENT, "node.controller=a"), "'a'; accepted: HOST:PORT"),
+        (AGENT[:3], "nodes need node.tls_cert, node.tls_key and node.tls_ca, or"),
+        ((*AGENT[:3], "node.tls_cert=x", "node.tls_key=x"), "nodes need node.tls_cert"),
+        ((*AGENT, "node.tls_cert=x"), "accepted: one of the two"),
+        (
+            (*AGENT, "replicas.prefill=0", "replicas.decode=0", "replicas.spare=0"),
+            "an agent offers some",
+        ),
+        (("replicas.decode=0",), "replicas.decode: 0; accepted: at least 1"),
+    ],
+)
+def test_what_nodes_need_of_each_other_is_named(assignments: tuple[str, ...], says: str) -> None:
+    assert any(says in problem for problem in problems(assignments=assignments))
+
+
+def test_a_node_among_others_may_leave_a_role_to_them() -> None:
+    beside = ("node.address=10.0.0.1", "node.insecure=true", "replicas.decode=0")
+    assert load(None, beside, {}).settings.replicas.decode == 0

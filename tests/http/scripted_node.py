@@ -151,6 +151,7 @@ class ScriptedNode:
             "resumes": {"worker_lost": 3, "handover_failed": 0},
             "links": [],
             "faulty_links": [],
+            "agents": [],
             "node": dict.fromkeys(COUNTED, 0),
             "plan": plan_json(ClusterState()),
         }

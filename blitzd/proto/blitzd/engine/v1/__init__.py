@@ -356,6 +356,11 @@ class DescribeReply(betterproto2.Message):
 
     running: "int" = betterproto2.field(13, betterproto2.TYPE_UINT32)
 
+    endpoint: "str" = betterproto2.field(14, betterproto2.TYPE_STRING)
+    """
+    HOST:PORT where other nodes reach it; empty: nowhere
+    """
+
 
 default_message_pool.register_message(
     "blitzd.engine.v1", "DescribeReply", DescribeReply
@@ -667,7 +672,7 @@ class ImportKvRequest(betterproto2.Message):
 
     source_endpoint: "str" = betterproto2.field(5, betterproto2.TYPE_STRING)
     """
-    the source's gRPC socket
+    its gRPC server: a unix socket's path, or HOST:PORT
     """
 
     transport: "Transport" = betterproto2.field(
@@ -1246,7 +1251,7 @@ class WeightPeer(betterproto2.Message):
 
     endpoint: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
     """
-    its gRPC socket
+    its gRPC server: a unix socket's path, or HOST:PORT
     """
 
 
