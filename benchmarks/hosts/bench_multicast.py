@@ -61,13 +61,14 @@ async def measure(
                     took = await multicast(clients, hollow, chains or alone("h0", targets))
                     spent = cpu_s(clients) - before
                 ideal, last = size / goodput, max(took.values())
+                load, _, _ = os.getloadavg()
                 planned = max(
                     arrivals(topology, one, size, CHUNK_BYTES)[-1]
                     for one in chains or [Chain("h0", ("h1",))]
                 ) * (1 if chains else count)
                 print(
                     f"{count:9}  {way:5} {goodput / 1e6:6.1f} MB/s {ideal:6.2f} s {last:6.2f} s"
-                    f"  {last / ideal:5.3f} {planned:6.2f} s  {spent:5.2f} {os.getloadavg()[0]:5.1f}",
+                    f"  {last / ideal:5.3f} {planned:6.2f} s  {spent:5.2f}  {load:4.1f}",
                     flush=True,
                 )
 
