@@ -1,6 +1,6 @@
 """How soon a spare answers, and what it adds: `python benchmarks/bench_spare.py [ROUNDS]`.
 
-A real daemon with a prefill, a decode and a spare replica, whose worker runs without weights.
+A real daemon with a prefill, a decode and a spare replica, whose worker stands by without KV.
 Each round scales prefill to two while a request waits: the spare maps the node's file, checks
 it, makes its KV cache and computes the prompt. Time is the log's, from the event that decides
 to the input that says the first token is out. So that the request waits for the spare and for

@@ -31,6 +31,7 @@ def worker(
     tls_cert: str = "",
     tls_key: str = "",
     tls_ca: str = "",
+    model: Path | None = None,
     verify_kv: Annotated[bool, Parameter(env_var="BLITZD_VERIFY_KV")] = False,
 ) -> int:
     """Serve one replica's engine over gRPC until SIGTERM.
@@ -66,6 +67,9 @@ def worker(
         Its key.
     tls_ca
         The authority that signed the certificates of all nodes.
+    model
+        A prepared directory to map and warm up while nothing else is to be done, since a load of
+        it will probably follow.
     verify_kv
         Compare checksums of imported KV with its source's.
     """
@@ -77,6 +81,7 @@ def worker(
             host=host,
             tls=Tls(tls_cert, tls_key, tls_ca),
             verify_kv=verify_kv,
+            model=model and model.absolute(),
             replica=ReplicaOptions(
                 device=claim_device(device),
                 weights=weights,

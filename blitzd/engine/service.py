@@ -22,6 +22,7 @@ from blitzd.engine.prepared import Prepared
 from blitzd.engine.relay import RelayFollower, RelaySource
 from blitzd.engine.reports import Reports
 from blitzd.engine.sources import Sources
+from blitzd.engine.standby import Standby
 from blitzd.engine.weights_load import WeightLoader
 from blitzd.fabric import PLAIN, ArenaServer, Identity, Tls, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
@@ -68,7 +69,11 @@ class EngineService(pb.EngineBase):
         self._exporter = Exporter(identity, self._ucx)
         self._relays = RelaySource(identity, self._ucx)
         self._follower = RelayFollower(self._ucx, Sources(tls), self._importer.mapped)
-        self._weights = WeightLoader(identity, self._ucx, Sources(tls), options.weights)
+        self.standby = Standby()
+        """For whoever has time before the first load."""
+        self._weights = WeightLoader(
+            identity, self._ucx, Sources(tls), options.weights, self.standby
+        )
         self._replica: Replica | None = None
         self._arena_server: ArenaServer | None = None
         self._progress = pb.LoadProgress()

@@ -11,6 +11,7 @@ import structlog
 from blitzd.engine.options import Weights
 from blitzd.engine.prepared import Prepared, open_prepared, open_tokenizer
 from blitzd.engine.sources import Sources
+from blitzd.engine.standby import Standby
 from blitzd.engine.tokenizer import Tokenizer
 from blitzd.engine.weights import drop_cached
 from blitzd.engine.weights_filling import Filling
@@ -28,8 +29,16 @@ log = structlog.get_logger()
 class WeightLoader:
     """One load at a time."""
 
-    def __init__(self, identity: Identity, ucx: UcxFabric, sources: Sources, how: Weights) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        ucx: UcxFabric,
+        sources: Sources,
+        how: Weights,
+        standby: Standby,
+    ) -> None:
         """`how` weights of the directory's own file are held; received ones are a copy."""
+        self._standby = standby
         self._ucx = ucx
         self._how = how
         self._sources = sources
@@ -73,6 +82,8 @@ class WeightLoader:
         self, file: pb.FileAccess, directory: Path, tell: Callable[[pb.LoadProgress], None]
     ) -> Prepared:
         if file is pb.FileAccess.UNSPECIFIED:
+            if self._how == "map":
+                return self._standby.take(directory, tell)
             return open_prepared(directory, tell, self._how)
         if file is pb.FileAccess.DISK:
             drop_cached(directory)

@@ -26,6 +26,7 @@ from structlog.typing import EventDict
 from blitzd.engine.calls import guard
 from blitzd.engine.options import ReplicaOptions
 from blitzd.engine.service import EngineService
+from blitzd.engine.standby import Standby
 from blitzd.fabric import PLAIN, Identity, Tls, endpoint_of
 
 log = structlog.get_logger()
@@ -51,6 +52,8 @@ class WorkerOptions:
     verify_kv: bool = False
     """Compare checksums of imported KV with the source's."""
     replica: ReplicaOptions = field(default_factory=ReplicaOptions)
+    model: Path | None = None
+    """The prepared directory that it will probably be told to load: kept mapped and warm."""
 
     def __post_init__(self) -> None:
         longest = len(os.fsencode(self.kv_socket))
@@ -72,8 +75,6 @@ def run(options: WorkerOptions) -> int:
         with contextlib.suppress(PermissionError):  # a group leader started by a shell
             os.setsid()
     _log_to_stderr(options.identity)
-    # Two seconds of reading torch from disk pass while the daemon finds out that we are here.
-    threading.Thread(target=_import_engine, name="import-torch", daemon=True).start()
     return uvloop.run(serve(options))
 
 
@@ -97,11 +98,13 @@ def _log_to_stderr(identity: Identity) -> None:
     )
 
 
-def _import_engine() -> None:
+def _get_ready(options: WorkerOptions, standby: Standby) -> None:
     began = time.monotonic()
     import blitzd.engine.replica  # noqa: F401
 
     log.info("engine imported", ms=round((time.monotonic() - began) * 1e3))
+    if options.model is not None and options.replica.weights == "map":
+        standby.warm(options.model, options.replica)
 
 
 async def serve(options: WorkerOptions) -> int:
@@ -132,6 +135,9 @@ async def serve(options: WorkerOptions) -> int:
     log.info(
         "worker serves", socket=str(options.socket), endpoint=service.endpoint, pid=os.getpid()
     )
+    # Two seconds of reading torch from disk pass while the daemon finds out that we are here.
+    ready = (options, service.standby)
+    threading.Thread(target=_get_ready, args=ready, name="get-ready", daemon=True).start()
     orphaned = asyncio.create_task(_wait_orphaned(service, options.orphan_timeout_s))
     orphaned.add_done_callback(lambda task: None if task.cancelled() else end(0))
     try:

@@ -39,6 +39,7 @@ class Starter:
             *("--max-batch-size", str(config.max_batch_size)),
             *("--pace-layer-ms", str(config.pace_layer_ms)),
             *("--orphan-timeout", str(config.orphan_timeout_s)),
+            *("--model", str(config.model_dir)),
             *afar,
         ]
 
