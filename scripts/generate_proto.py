@@ -33,6 +33,7 @@ def generate(destination: Path) -> None:
         )
         shutil.rmtree(destination, ignore_errors=True)
         shutil.copytree(scratch, destination)
+    destination.chmod(0o755)  # that of `scratch` is for its owner alone
 
 
 if __name__ == "__main__":
