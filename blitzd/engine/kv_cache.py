@@ -54,7 +54,8 @@ class KvCache:
     @torch.inference_mode()
     def clear_after(self, blocks: Sequence[int], tokens: int) -> None:
         """Zeroes what follows `tokens` tokens in the last of their `blocks`. Attention masks
-        it, but what a mask multiplies by zero must be finite: 0 x NaN is NaN."""
+        it, but what a mask multiplies by zero must be finite: 0 x NaN is NaN. (FlashInfer's
+        kernels, as of 0.7.4, read zeros there by themselves.)"""
         size = self.geometry.block_tokens
         if tokens % size:
             self.tensor[:, :, blocks[tokens // size], tokens % size :].zero_()
