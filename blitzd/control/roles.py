@@ -1,7 +1,7 @@
 """Decisions about roles: operators' commands, and what follows when a replica that drains,
 mutates or pairs has nothing left to wait for."""
 
-from blitzd.control import moves, presets, restarts
+from blitzd.control import moves, presets, restarts, scaling
 from blitzd.control.commands import DecodeLocally, LoadModel
 from blitzd.control.moves import (
     MS,
@@ -86,6 +86,7 @@ def role_requested(turn: Turn, wanted: ev.RoleRequested) -> None:
             # It keeps the role then, whoever comes back.
             turn.emit(ev.StandInReleased(replica.id))
         return
+    left = "" if replica.stands_in else replica.role
     match replica.state, wanted.role:
         case ((S.INACTIVE | S.FAILED | S.LOADING_PREFILL | S.LOADING_DECODE), _):
             moves.assign(turn, replica, wanted.role)
@@ -100,6 +101,8 @@ def role_requested(turn: Turn, wanted: ev.RoleRequested) -> None:
         case _:
             reason = f"it is {replica.state}, which does not turn into {wanted.role} now"
             refuse(turn, "role", replica.id, reason)
+            return
+    scaling.follow(turn, left, wanted.role)
 
 
 def deactivate_requested(turn: Turn, wanted: ev.DeactivateRequested) -> None:

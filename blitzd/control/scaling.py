@@ -47,6 +47,20 @@ def remove_requested(turn: Turn, wanted: ev.RemoveRequested) -> None:
         moves.lower(turn, replica, "scale")
 
 
+def follow(turn: Turn, left: str, taken: str) -> None:
+    """Has the wanted counts follow a replica whose role an operator changed, or the next pass
+    would undo that."""
+    node = turn.state.node
+    if not node.wanted_prefill:
+        return
+    counts = {"prefill": node.wanted_prefill, "decode": node.wanted_decode}
+    for role, change in ((left, -1), (taken, 1)):
+        if role in counts:
+            counts[role] = max(1, counts[role] + change)
+    if (counts["prefill"], counts["decode"]) != (node.wanted_prefill, node.wanted_decode):
+        turn.emit(ev.ScaleSet(counts["prefill"], counts["decode"]))
+
+
 _REMOVABLE = (S.INACTIVE, S.FAILED, *STOPPABLE_LOADS, S.PREFILL, S.DECODE)
 
 

@@ -189,6 +189,24 @@ def test_a_load_for_another_role_begins_with_a_new_worker() -> None:
     assert world.replica("r2").state is ReplicaState.PREFILL
 
 
+@pytest.mark.parametrize(
+    ("victim", "role", "counts"),
+    [("r1", "decode", (1, 2)), ("r1", "spare", (1, 1)), ("r3", "prefill", (3, 1))],
+)
+def test_wanted_counts_follow_a_role_that_is_changed_by_hand(
+    victim: str, role: str, counts: tuple[int, int]
+) -> None:
+    """Scaling would undo it else, in the same turn."""
+    world = Harness().serving("prefill", "prefill", "decode", "spare", "spare")
+    world.feed(ev.ScaleRequested(2, 1))
+    world.feed(ev.RoleRequested(victim, role))
+    node = world.state.node
+    assert (node.wanted_prefill, node.wanted_decode) == counts
+    assert world.replica(victim).role == role
+    world.after(1000)
+    assert world.replica(victim).role == role
+
+
 # The policy.
 
 
