@@ -338,7 +338,13 @@ def test_follow_shows_what_is_written_as_it_is_written(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "blitzd", "replay", str(directory), "--follow"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=environment, bufsize=1
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        bufsize=1,
+        # Whoever runs the tests in the background of a shell ignores it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     try:

@@ -39,7 +39,7 @@ def ask_all(daemon: Daemon, found: dict[str, str]) -> list[threading.Thread]:
     return clients
 
 
-@pytest.mark.parametrize("same_node", ["map", "ucx"])
+@pytest.mark.parametrize("same_node", ["map", pytest.param("ucx", marks=pytest.mark.slow)])
 def test_streams_go_on_exactly_while_their_replica_is_drained(served: Daemon) -> None:
     expected: dict[str, str] = {}
     for client in ask_all(served, expected):

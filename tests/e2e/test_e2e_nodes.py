@@ -124,6 +124,7 @@ def test_a_killed_agent_disturbs_nobody_and_comes_back_to_its_workers(
     assert [e["type"] for e in since] == ["NodeJoined"]
 
 
+@pytest.mark.slow
 def test_a_node_that_freezes_loses_its_lease_and_ends_its_workers_when_it_goes_on(
     cluster: Cluster, expected: str
 ) -> None:
@@ -151,6 +152,7 @@ def test_a_node_that_freezes_loses_its_lease_and_ends_its_workers_when_it_goes_o
     assert stream.text() == expected
 
 
+@pytest.mark.slow
 def test_a_killed_controller_starts_again_with_new_workers_there(
     cluster: Cluster, expected: str
 ) -> None:
@@ -197,6 +199,7 @@ def test_an_agent_that_is_told_to_stop_takes_its_leave(cluster: Cluster) -> None
     assert cluster.a.get_status("/ready") == 503
 
 
+@pytest.mark.slow
 def test_a_node_gets_its_weights_from_a_replica_of_the_other(tmp_path: Path, expected: str) -> None:
     authority = Authority(tmp_path / "tls")
     settings = [*authority.settings("a"), "--set", "policy.ladder_map=0"]

@@ -132,7 +132,7 @@ def types_of(events: list[dict[str, Any]]) -> set[str]:
     return {event["type"] for event in events}
 
 
-@pytest.mark.parametrize("same_node", ["map", "ucx"])
+@pytest.mark.parametrize("same_node", ["map", pytest.param("ucx", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "seconds",
     [

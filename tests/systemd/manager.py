@@ -49,6 +49,10 @@ exec {sys.executable} -m blitzd "$@"
 LOGGED = "[Service]\nStandardOutput=append:{base}/log\nStandardError=append:{base}/log\n"
 
 
+HIDDEN = ("/tmp", "/var/tmp", "/home", "/root", "/run/user")
+"""By PrivateTmp and ProtectHome."""
+
+
 def missing() -> str:
     """Why there cannot be one here; empty when there can."""
     if not SYSTEMD.exists():
@@ -57,6 +61,9 @@ def missing() -> str:
         return "a systemd of one's own takes root"
     if _cgroup_parent() is None:
         return "no cgroup v2 hierarchy that can be written"
+    tree = Path(__file__).resolve()
+    if any(tree.is_relative_to(hidden) for hidden in HIDDEN):
+        return f"the sandbox of the units hides {tree.parents[2]}"
     probe = ["unshare", "--pid", "--fork", "--mount", "--cgroup", "--mount-proc", "true"]
     done = subprocess.run(probe, capture_output=True, text=True, timeout=10, check=False)
     return f"no namespaces: {done.stderr.strip()}" if done.returncode else ""

@@ -17,7 +17,10 @@ from tests.e2e.daemon import free_port, wait_for
 from tests.gguf_files import tiny_gguf
 from tests.systemd.manager import Manager, missing
 
-pytestmark = pytest.mark.skipif(bool(why := missing()), reason=why or "-")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why := missing()), reason=why or "-"),
+]
 
 SERVICE = "blitzd.service"
 TOML = """
