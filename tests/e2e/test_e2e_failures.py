@@ -33,7 +33,7 @@ def fresh(state_dir: Path) -> Iterator[Daemon]:
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.slow), "decode"])
 def test_a_killed_worker_is_replaced_and_its_request_goes_on(fresh: Daemon, role: str) -> None:
     fresh.start().ready()
     body = LONG | {"max_tokens": 150}

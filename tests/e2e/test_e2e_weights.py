@@ -92,10 +92,8 @@ def idle(daemon: Daemon) -> int:
     return sum(r["state"] == "Inactive" for r in replicas(daemon).values())
 
 
-@pytest.mark.parametrize(
-    "position",
-    ["middle", *(pytest.param(end, marks=pytest.mark.slow) for end in ("source", "last"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("position", ["source", "middle", "last"])
 def test_a_kill_in_mid_transfer_leaves_nobody_stuck_and_no_wrong_weights(
     daemon: Daemon, position: str
 ) -> None:

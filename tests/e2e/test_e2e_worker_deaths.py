@@ -53,7 +53,9 @@ def resumes(daemon: Daemon) -> Counter[str]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_no_stream_ends_or_changes_when_workers_do(four: Daemon, how: signal.Signals) -> None:
     """Greedy and sampled alike, by the digests of their tokens. A stopped worker is known by its
     silence."""

@@ -297,6 +297,7 @@ def test_the_owner_is_killed_a_hundred_times_in_mid_copy(tmp_path):
             peer.end()
 
 
+@pytest.mark.slow
 def test_the_copier_is_killed_a_hundred_times_in_mid_copy(tmp_path):
     owner = PeerProcess("owner/1")
     path, usage, whole = f"{tmp_path}/owner", {}, [(0, SIZE)]

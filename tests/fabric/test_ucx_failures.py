@@ -72,7 +72,7 @@ def expect_good_transfer(source, target, seed):
     assert source.reply(sending) == {"moved": size}
 
 
-@pytest.mark.parametrize("dies", ["source", "target"])
+@pytest.mark.parametrize("dies", ["source", pytest.param("target", marks=pytest.mark.slow)])
 def test_a_hundred_kills_in_mid_transfer(cast, dies):
     """Each kill is by the victim's own hand, so that it is in the middle for certain."""
     worst, usage = 0.0, {}

@@ -26,7 +26,10 @@ from tests.hosts.transfers import (
 )
 from tests.tiny import make_tiny
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
 
 RATE_MBIT = 400.0
 STALL_MBIT = 0.008
