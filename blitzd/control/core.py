@@ -105,6 +105,17 @@ class Core:
 
     def __init__(self, state: ClusterState) -> None:
         self.state = state
+        self._values: dict[str, int] | None = None
+        self._policy = Policy()
+
+    @property
+    def policy(self) -> Policy:
+        """As it is now."""
+        # The fold puts another one in its place and never changes it; and every turn asks.
+        values = self.state.node.policy
+        if values is not self._values:
+            self._values, self._policy = values, Policy.of(values)
+        return self._policy
 
     def step(
         self,
@@ -118,10 +129,9 @@ class Core:
 
         Raises KeyError for a payload that is no input.
         """
+        policy = self.policy
         if isinstance(payload, ev.Booted):
             policy = Policy.of(dict(payload.policy))
-        else:
-            policy = Policy.of(self.state.node.policy)
         turn = Turn(self.state, payload, mono_ns, wall_ns, policy, sent)
         hashed = self.state.seq // HASH_EVERY
         fault: Exception | None = None

@@ -225,7 +225,7 @@ class NodeDaemon:
         return [record_json(record) for record in records[1:]]
 
     def policy(self) -> dict[str, dict[str, int]]:
-        now = dict(Policy.of(self.core.state.node.policy).pairs())
+        now = dict(self.core.policy.pairs())
         bounds = Policy.bounds().items()
         return {name: {"value": now[name], "min": low, "max": high} for name, (low, high) in bounds}
 

@@ -18,7 +18,6 @@ import structlog
 
 from blitzd.control.commands import Command, ImportKv, ShutDown, waits_for_the_log
 from blitzd.control.core import Core
-from blitzd.control.policy import Policy
 from blitzd.events import types as ev
 from blitzd.events.record import Durability, Payload, Record
 from blitzd.events.snapshot import Snapshot
@@ -181,7 +180,7 @@ class Driver:
         return live
 
     def _deadline_ms(self, request: GenerateRequest) -> int:
-        longest = Policy.of(self.core.state.node.policy).request_deadline_ms
+        longest = self.core.policy.request_deadline_ms
         if request.deadline_ms is not None and request.deadline_ms > longest:
             reason = f"deadline_ms is {request.deadline_ms}; accepted: at most {longest}"
             raise RequestRefused(reason, status=400, code="invalid_value")
