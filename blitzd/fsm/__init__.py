@@ -4,11 +4,12 @@ Promises: every transition is a row of one table; an event the table does not al
 refused and changes nothing; the same events give the same state and the same hash.
 """
 
+from blitzd.fsm.entities import Loss, Node, Pair, Replica, Request
 from blitzd.fsm.fold import fold
 from blitzd.fsm.folding import IllegalEvent
 from blitzd.fsm.link import Lease, Link
 from blitzd.fsm.request import ENDS, RequestState
-from blitzd.fsm.state import ClusterState, Loss, Node, Pair, Replica, Request
+from blitzd.fsm.state import ClusterState
 from blitzd.fsm.table import IllegalTransition, ReplicaState
 
 __all__ = [

@@ -2,8 +2,9 @@
 
 from blitzd.events import types as ev
 from blitzd.events.record import Record
+from blitzd.fsm.entities import Pair
 from blitzd.fsm.folding import IllegalEvent, folds, forget_weights, move, pair_of, replica_of
-from blitzd.fsm.state import ClusterState, Pair
+from blitzd.fsm.state import ClusterState
 from blitzd.fsm.table import ReplicaState, next_state
 
 

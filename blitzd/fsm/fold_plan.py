@@ -6,10 +6,11 @@ planner folds to what it folded to.
 
 from blitzd.events import types as ev
 from blitzd.events.record import Record
+from blitzd.fsm.entities import Replica, Request
 from blitzd.fsm.folding import folds
 from blitzd.fsm.link import Lease
 from blitzd.fsm.plan import BUCKETS, Wait
-from blitzd.fsm.state import ClusterState, Replica, Request
+from blitzd.fsm.state import ClusterState
 
 MS = 1_000_000
 

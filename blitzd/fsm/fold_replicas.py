@@ -2,6 +2,7 @@
 
 from blitzd.events import types as ev
 from blitzd.events.record import Record
+from blitzd.fsm.entities import Replica
 from blitzd.fsm.folding import (
     IllegalEvent,
     count,
@@ -12,7 +13,7 @@ from blitzd.fsm.folding import (
     replica_of,
     require_idle,
 )
-from blitzd.fsm.state import ClusterState, Replica
+from blitzd.fsm.state import ClusterState
 
 
 @folds(ev.ReplicaRegistered)

@@ -3,10 +3,11 @@
 from blitzd.events import types as ev
 from blitzd.events.record import Record
 from blitzd.fsm import fold_plan
+from blitzd.fsm.entities import Loss, Replica, Request
 from blitzd.fsm.folding import IllegalEvent, count, folds, lease_of, replica_of, request_of
 from blitzd.fsm.link import Lease
 from blitzd.fsm.request import RequestState, next_request_state
-from blitzd.fsm.state import ClusterState, Loss, Replica, Request
+from blitzd.fsm.state import ClusterState
 from blitzd.fsm.table import ACCEPTS_KV, ACCEPTS_PROMPTS, ReplicaState
 
 

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from blitzd.events.record import Payload, Record
+from blitzd.fsm.entities import Pair, Replica, Request
 from blitzd.fsm.link import Lease
-from blitzd.fsm.state import ClusterState, Pair, Replica, Request
+from blitzd.fsm.state import ClusterState
 from blitzd.fsm.table import next_state
 
 

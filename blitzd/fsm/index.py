@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+from blitzd.fsm.entities import Replica, Request
 from blitzd.fsm.request import RequestState
 from blitzd.fsm.table import ACCEPTS_KV, ACCEPTS_PROMPTS, ReplicaState
 
 if TYPE_CHECKING:
-    from blitzd.fsm.state import ClusterState, Replica, Request
+    from blitzd.fsm.state import ClusterState
 
 S = ReplicaState
 TAKES_PROMPTS = frozenset({S.PREFILL, S.COLOCATED})
@@ -194,7 +195,7 @@ class Index:
 
     # Requests.
 
-    def _take_request(self, key: int, request: "Request | None", replicas: set[str]) -> None:
+    def _take_request(self, key: int, request: Request | None, replicas: set[str]) -> None:
         old = self._requests.pop(key, None)
         new = None if request is None else _row_of(request)
         if old == new:
@@ -235,7 +236,7 @@ class Index:
 
     # Replicas.
 
-    def _take_replica(self, key: str, replica: "Replica | None") -> None:
+    def _take_replica(self, key: str, replica: Replica | None) -> None:
         old = self._replicas.pop(key, None)
         if old is not None:
             self._count_replica(key, old, -1)
@@ -253,7 +254,7 @@ class Index:
         restarts = bool(replica.restart_epoch or replica.stands_in)
         self.restarting.add(key) if restarts else self.restarting.discard(key)
 
-    def _rank(self, replica: "Replica") -> None:
+    def _rank(self, replica: Replica) -> None:
         key, at = replica.id, replica.state
         reserved = self.reserved[key]
         room = replica.blocks_total * replica.block_tokens
@@ -270,7 +271,7 @@ class Index:
         self.kv_room.put(key, room if accepts else None)
         self.nulls.put(key, replica.null_ns if at is S.SHUTTING_NULL else None)
 
-    def _replica_row(self, replica: "Replica") -> ReplicaRow:
+    def _replica_row(self, replica: Replica) -> ReplicaRow:
         kv_blocks = 0
         if replica.state in DECODE_SIDE:
             kv_blocks = max(self.reserved[replica.id], replica.blocks_sampled)
@@ -295,7 +296,7 @@ class Index:
             _add(self.kv_sizes, row.blocks_total, by)
 
 
-def _row_of(request: "Request") -> RequestRow:
+def _row_of(request: Request) -> RequestRow:
     return RequestRow(
         request.state,
         request.known_tokens,
@@ -307,7 +308,7 @@ def _row_of(request: "Request") -> RequestRow:
     )
 
 
-def _wants_work(replica: "Replica") -> bool:
+def _wants_work(replica: Replica) -> bool:
     """A worker, or the load that makes it what it is to be."""
     if replica.worker == "absent":
         return True

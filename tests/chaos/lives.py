@@ -6,7 +6,7 @@ import xxhash
 from blitzd.control.policy import Policy
 from blitzd.events import types as ev
 from blitzd.events.record import Record
-from blitzd.fsm.state import RESUME_CAUSES
+from blitzd.fsm.entities import RESUME_CAUSES
 from tests.chaos.workers import Faults, token_at
 
 
