@@ -9,11 +9,9 @@ nobody a request, since it has none.
 
 from blitzd.control.commands import CancelRequest, EndWorker
 from blitzd.control.replicas import lose
-from blitzd.control.turn import Turn
+from blitzd.control.turn import MS, Turn
 from blitzd.events import types as ev
 from blitzd.fsm import Replica
-
-MS = 1_000_000
 
 
 def holdings_reported(turn: Turn, report: ev.HoldingsReported) -> None:

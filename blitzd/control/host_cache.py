@@ -5,12 +5,10 @@ It is the kernel's page cache of the prepared file; what is folded is whether a 
 on it. Kept only while `ladder_host` is on: the mapped pool needs nobody to remember it.
 """
 
-from blitzd.control.turn import Turn
+from blitzd.control.turn import MS, Turn
 from blitzd.events import types as ev
 from blitzd.fsm import Replica, ReplicaState
 from blitzd.fsm.table import LOADING, WITHOUT_WEIGHTS
-
-MS = 1_000_000
 
 
 def keep(turn: Turn, replica: Replica) -> None:

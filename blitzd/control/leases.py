@@ -15,12 +15,10 @@ from blitzd.control import handoff
 from blitzd.control.commands import ImportKv, ReleaseKv
 from blitzd.control.offers import best_decode, cut_off, has_failed
 from blitzd.control.resume import hand_over_failed, resume, targets_exhausted
-from blitzd.control.turn import Turn
+from blitzd.control.turn import MS, Turn
 from blitzd.events import types as ev
 from blitzd.fsm import Lease, Link, ReplicaState, Request
 from blitzd.fsm.link import link_key
-
-MS = 1_000_000
 
 LINK_FAULTS = frozenset({"source", "stalled", "corrupt", "deadline", "target", "mismatch"})
 """Those that the next hand-over between the same two workers may meet again."""

@@ -3,11 +3,10 @@
 from typing import NamedTuple
 
 from blitzd.control.commands import EndWorker, ResetWorker
-from blitzd.control.turn import Turn
+from blitzd.control.turn import MS, Turn
 from blitzd.events import types as ev
 from blitzd.fsm import Replica, ReplicaState
 
-MS = 1_000_000
 S = ReplicaState
 ROLES = ("prefill", "decode", "colocated", "spare")
 SHUTTING = (S.SHUTTING_PREFILL, S.SHUTTING_DECODE)

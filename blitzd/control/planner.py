@@ -35,12 +35,11 @@ from blitzd.control.demand import Inputs, observe
 from blitzd.control.policy import Policy
 from blitzd.control.sizing import Need, Sizes, sizes
 from blitzd.control.sizing_original import Original, original
-from blitzd.control.turn import Turn
+from blitzd.control.turn import MS, Turn
 from blitzd.events import types as ev
 from blitzd.fsm import ClusterState
 from blitzd.fsm.plan import Plan, Wait
 
-MS = 1_000_000
 CHANGES = ("up", "down", "observed")
 
 

@@ -3,13 +3,11 @@
 from blitzd.control import host_cache, loads
 from blitzd.control.commands import EndWorker, ResetWorker, SpawnWorker
 from blitzd.control.resume import leave
-from blitzd.control.turn import Turn
+from blitzd.control.turn import MS, Turn
 from blitzd.events import types as ev
 from blitzd.fsm import Replica, ReplicaState
 from blitzd.fsm.agent import Agent
 from blitzd.fsm.table import LOADING, WITHOUT_WEIGHTS
-
-MS = 1_000_000
 
 
 def booted(turn: Turn, boot: ev.Booted) -> None:

@@ -8,11 +8,10 @@ from blitzd.control.commands import StartPrefill
 from blitzd.control.leases import arrived
 from blitzd.control.offers import best_prefill
 from blitzd.control.resume import fail, free, resume
-from blitzd.control.turn import Turn
+from blitzd.control.turn import MS, Turn
 from blitzd.events import types as ev
 from blitzd.fsm import ReplicaState, Request, RequestState
 
-MS = 1_000_000
 S = ReplicaState
 
 

@@ -6,8 +6,8 @@ next worker's load. So it goes on after a crash of the daemon, and replays.
 """
 
 from blitzd.control import ladder, moves
-from blitzd.control.moves import MS, SERVING_AS, SHUTTING, STOPPABLE_LOADS, refuse
-from blitzd.control.turn import Turn
+from blitzd.control.moves import SERVING_AS, SHUTTING, STOPPABLE_LOADS, refuse
+from blitzd.control.turn import MS, Turn
 from blitzd.events import types as ev
 from blitzd.fsm import Replica, ReplicaState
 

@@ -11,11 +11,10 @@ be resumed as often as its deadline allows, and at most `MAX_ATTEMPTS` times.
 """
 
 from blitzd.control.commands import MAX_ATTEMPTS, CancelRequest
-from blitzd.control.turn import Turn
+from blitzd.control.turn import MS, Turn
 from blitzd.events import types as ev
 from blitzd.fsm import Loss, Replica, Request
 
-MS = 1_000_000
 REASON_CHARS = 200
 WITHOUT_KV = ("not_held",)
 """Faults of a hand-over after which the source cannot serve another target either."""

@@ -4,7 +4,6 @@ mutates or pairs has nothing left to wait for."""
 from blitzd.control import moves, presets, restarts, scaling
 from blitzd.control.commands import DecodeLocally, LoadModel
 from blitzd.control.moves import (
-    MS,
     ROLES,
     SERVING_AS,
     SHUTTING,
@@ -15,7 +14,7 @@ from blitzd.control.moves import (
 )
 from blitzd.control.policy import Policy
 from blitzd.control.resume import fail, leave
-from blitzd.control.turn import Turn
+from blitzd.control.turn import MS, Turn
 from blitzd.events import types as ev
 from blitzd.fsm import Replica, ReplicaState, RequestState
 

@@ -13,6 +13,9 @@ from blitzd.events.record import Payload, Record
 from blitzd.events.types import StaleNoticeIgnored
 from blitzd.fsm import ClusterState, Replica, fold
 
+MS = 1_000_000
+"""Nanoseconds."""
+
 
 @dataclass(slots=True)
 class Turn:
