@@ -13,7 +13,7 @@ import anyio
 import trio
 from trio.testing import MockClock
 
-from blitzd.control.core import CORE_VERSION, Core
+from blitzd.control.core import CORE_VERSION, Core, Step
 from blitzd.control.policy import Policy
 from blitzd.control.redecide import redecide
 from blitzd.events import types as ev
@@ -149,6 +149,20 @@ class Scenario:
         )
 
 
+class WatchedCore(Core):
+    """Notes what the daemon only logs: a decision that the fold refuses is a defect."""
+
+    def __init__(self, state: ClusterState) -> None:
+        super().__init__(state)
+        self.refused: list[tuple[Payload, Exception]] = []
+
+    def step(self, payload: Payload, *rest: Any) -> Step:
+        step = super().step(payload, *rest)
+        if step.fault is not None:
+            self.refused.append((payload, step.fault))
+        return step
+
+
 class World:
     def __init__(self, seed: int, verbose: bool = False) -> None:
         self.seed = seed
@@ -157,7 +171,7 @@ class World:
         self.outcome = Outcome()
         self.disk = VirtualDisk()
         self.verbose = verbose
-        self.core = Core(ClusterState())
+        self.core = WatchedCore(ClusterState())
 
     async def run(self) -> None:
         scenario = self.scenario
@@ -347,6 +361,7 @@ class World:
             await anyio.sleep(0.1)
 
     def _check_log(self) -> None:
+        assert self.core.refused == [], "decisions that the fold refused"
         state = ClusterState()
         ends: dict[int, int] = {}
         lives = Lives(self.scenario.policy(self.seed), self.scenario.faults)

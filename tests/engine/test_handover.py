@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from blitzd.fabric import ArenaServer, PeerLost, SharedArena, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
 from tests.engine.local_replica import LocalReplica, Output, request
 from tests.engine.test_worker import refused, run
-from tests.engine.workers import Client, ImportFailed, Zygote, imported, up, zygote
+from tests.engine.workers import Client, ImportFailed, Zygote, imported, up
 from tests.tiny import make_tiny
 
 TRANSPORTS = pytest.mark.parametrize(
@@ -65,17 +65,6 @@ SAMPLING: dict[int, dict[str, Any]] = {
     # Greedy, and strong enough that every output token decides about those after it.
     10: {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("model") / "tiny", "float64")
-
-
-@pytest.fixture(scope="module")
-def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with zygote(tmp_path_factory.mktemp("run")) as one:
-        yield one
 
 
 def moved(number: int, source: Client) -> pb.Request:

@@ -4,7 +4,7 @@ survivor lives, its call ends within a second, and it works with the peer's next
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from grpclib.exceptions import StreamTerminatedError
 from blitzd.proto.blitzd.engine import v1 as pb
 from tests.engine.local_replica import LocalReplica, request
 from tests.engine.test_worker import run
-from tests.engine.workers import Client, ImportFailed, Zygote, up, zygote
+from tests.engine.workers import Client, ImportFailed, Zygote, up
 from tests.tiny import make_tiny
 
 ANSWER_S = 1.0
@@ -42,12 +42,6 @@ def expected(model: Path) -> list[int]:
     tokens = alone.until(1)[1].tokens
     alone.close()
     return tokens
-
-
-@pytest.fixture(scope="module")
-def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with zygote(tmp_path_factory.mktemp("run")) as one:
-        yield one
 
 
 class Hunt:

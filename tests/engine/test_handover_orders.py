@@ -4,7 +4,7 @@ order and some of them at once: all is freed, and a neighbour's hand-over does n
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -13,24 +13,12 @@ from blitzd.proto.blitzd.engine import v1 as pb
 from tests.engine.local_replica import LocalReplica, request
 from tests.engine.test_handover import TRANSPORTS, pair
 from tests.engine.test_worker import run
-from tests.engine.workers import Client, ImportFailed, Zygote, zygote
-from tests.tiny import make_tiny
+from tests.engine.workers import Client, ImportFailed, Zygote
 
 PROMPT = "All happy families are alike"
 LENGTH = 6
 NEIGHBOUR = 2**32
 FREED_S = 5.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("model") / "tiny", "float64")
-
-
-@pytest.fixture(scope="module")
-def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with zygote(tmp_path_factory.mktemp("run")) as one:
-        yield one
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The same prompts through one and several prefill and decode workers: what each says is what
 one worker alone would have said."""
 
-from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
 
@@ -10,8 +9,7 @@ import pytest
 from blitzd.proto.blitzd.engine import v1 as pb
 from tests.engine.local_replica import LocalReplica, request
 from tests.engine.test_worker import run
-from tests.engine.workers import Client, Zygote, up, zygote
-from tests.tiny import make_tiny
+from tests.engine.workers import Client, Zygote, up
 
 LENGTH = 12
 PREFIX = "It was the best of times, it was the worst of times, it was the age of wisdom, "
@@ -19,17 +17,6 @@ PROMPTS = {
     number: PREFIX * (1 + number % 3) + tail
     for number, tail in enumerate(("", "a", "it was the age of foolishness", "", "?", "!"), 1)
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("model") / "tiny", "float64")
-
-
-@pytest.fixture(scope="module")
-def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with zygote(tmp_path_factory.mktemp("run")) as one:
-        yield one
 
 
 def sampled(number: int) -> pb.Request:

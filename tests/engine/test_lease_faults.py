@@ -4,7 +4,6 @@ survivor keeps nothing of it."""
 import asyncio
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,23 +16,12 @@ from blitzd.proto.blitzd.engine import v1 as pb
 from tests.engine.local_replica import request
 from tests.engine.test_handover import LENGTH, PROMPTS, TRANSPORTS, F, faulted, held, moved, pair
 from tests.engine.test_worker import run
-from tests.engine.workers import Client, Process, Zygote, up, zygote
+from tests.engine.workers import Client, Process, Zygote, up
 from tests.tiny import make_tiny
 
 SOON_S = 1.0
 # 128 KiB of KV a token: a transfer of many chunks, and little to compute.
 WIDE = {"layers": 2, "heads": 8, "kv_heads": 8, "head_dim": 1024, "ffn": 16}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("model") / "tiny", "float64")
-
-
-@pytest.fixture(scope="module")
-def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with zygote(tmp_path_factory.mktemp("run")) as one:
-        yield one
 
 
 async def until(check: object, what: str) -> float:

@@ -4,9 +4,8 @@ when it says so."""
 
 import asyncio
 import contextlib
-import shutil
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from blitzd.fabric import Identity, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
 from tests.engine.local_replica import LocalReplica, request
 from tests.engine.test_worker import run
-from tests.engine.workers import ANSWER_S, Client, Zygote, imported, up, zygote
+from tests.engine.workers import ANSWER_S, Client, Zygote, imported, up
 from tests.tiny import make_tiny
 
 # Layers of 2 MB: weights are sent by the MiB, so each can be held back.
@@ -38,19 +37,6 @@ TRANSPORTS = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("model") / "tiny", "float64", **SHAPE)
-
-
-@pytest.fixture(scope="module")
-def hollow(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("hollow") / "tiny"
-    shutil.copytree(model, directory, ignore=shutil.ignore_patterns("arena.bin"))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with zygote(tmp_path_factory.mktemp("run")) as one:
-        yield one
 
 
 @pytest.fixture(scope="module")

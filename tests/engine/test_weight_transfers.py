@@ -5,7 +5,7 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from blitzd.engine.layout import read_model_file
 from blitzd.proto.blitzd.engine import v1 as pb
 from tests.engine.local_replica import request
 from tests.engine.test_worker import refused, run
-from tests.engine.workers import Client, Zygote, zygote
+from tests.engine.workers import Client, Zygote
 from tests.tiny import make_tiny
 
 # 180 MB in 12 layers: long enough to be hit in the middle, cheap to compute.
@@ -30,20 +30,6 @@ PROMPT = "Call me Ishmael."
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("model") / "large", **LARGE)
-
-
-@pytest.fixture(scope="module")
-def hollow(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model without its weights: what a target has on its disk."""
-    directory = tmp_path_factory.mktemp("hollow") / "large"
-    shutil.copytree(model, directory, ignore=shutil.ignore_patterns("arena.bin"))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with zygote(tmp_path_factory.mktemp("run")) as one:
-        yield one
 
 
 class Load:

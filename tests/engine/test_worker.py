@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import Awaitable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,8 @@ from blitzd.engine.service import EngineService
 from blitzd.fabric import Identity
 from blitzd.proto.blitzd.engine import v1 as pb
 from tests.engine.local_replica import request
-from tests.engine.workers import ROOT, Client, Process, Zygote, up, zygote
+from tests.engine.workers import ROOT, Client, Process, Zygote, up
 from tests.tiny import make_tiny
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("model") / "tiny", "float64")
-
-
-@pytest.fixture(scope="module")
-def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with zygote(tmp_path_factory.mktemp("run")) as one:
-        yield one
 
 
 def run(test: Coroutine[Any, Any, None], timeout_s: float = 60.0) -> None:

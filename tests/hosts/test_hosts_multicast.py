@@ -1,7 +1,6 @@
 """Weights between hosts whose links are limited, cut or stall."""
 
 import asyncio
-import shutil
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -12,7 +11,7 @@ import pytest
 from blitzd.engine.layout import read_model_file
 from tests.engine.test_weight_transfers import LARGE, tokens
 from tests.engine.test_worker import run
-from tests.engine.workers import Zygote, zygote
+from tests.engine.workers import Zygote
 from tests.hosts.netns import Hosts, hosts, why_not
 from tests.hosts.transfers import (
     alone,
@@ -39,19 +38,6 @@ STALL_MBIT = 0.008
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("model") / "large", **LARGE)
-
-
-@pytest.fixture(scope="module")
-def hollow(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("hollow") / "large"
-    shutil.copytree(model, directory, ignore=shutil.ignore_patterns("arena.bin"))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with zygote(tmp_path_factory.mktemp("run")) as one:
-        yield one
 
 
 @pytest.fixture
