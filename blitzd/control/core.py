@@ -28,7 +28,7 @@ from blitzd.control.resume import fail
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
 from blitzd.events.record import Payload, Record
-from blitzd.fsm import ClusterState, IllegalEvent, IllegalTransition
+from blitzd.fsm import ClusterState
 
 CORE_VERSION = 3
 """Raised with every change of a decision, and a log of the version before goes to the test
@@ -43,8 +43,8 @@ class Step(NamedTuple):
     """To be appended before any command is performed. Empty when nothing came of it."""
     commands: list[Command]
     fault: Exception | None = None
-    """A decision that the fold refused: a defect of ours. What was decided before it stands
-    and must be logged; the daemon lives on."""
+    """A decision that the fold refused, or that broke: a defect of ours. What was decided before
+    it stands and must be logged; the daemon lives on."""
 
 
 def _ticked(turn: Turn, _: ev.Ticked) -> None:
@@ -132,11 +132,12 @@ class Core:
         policy = self.policy
         if isinstance(payload, ev.Booted):
             policy = Policy.of(dict(payload.policy))
+        decide = HANDLERS[type(payload)]
         turn = Turn(self.state, payload, mono_ns, wall_ns, policy, sent)
         hashed = self.state.seq // HASH_EVERY
         fault: Exception | None = None
         try:
-            HANDLERS[type(payload)](turn, payload)
+            decide(turn, payload)
             planner.plan(turn)
             scaling.scale(turn)
             roles.settle(turn)
@@ -145,7 +146,7 @@ class Core:
             leases.dispatch(turn)
             requests.dispatch(turn)
             _drain(turn)
-        except (IllegalEvent, IllegalTransition) as error:
+        except Exception as error:
             fault = error
         if self.state.seq // HASH_EVERY > hashed:
             turn.emit(ev.StateHashed(self.state.hash()))

@@ -17,7 +17,7 @@ class Asked:
     def decided(self, step: Step, read_only: str) -> None:
         """After the turn, its sync and its commands. `read_only`: why it is not on disk."""
         if step.fault is not None:
-            self.fail(f"the decision was refused by the fold: {step.fault}", "defect", status=500)
+            self.fail(f"the decision failed: {step.fault!r}", "defect", status=500)
         elif read_only and step.records:
             self.fail(
                 f"decided, but the event log takes no records ({read_only}): it takes effect"

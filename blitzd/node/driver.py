@@ -210,7 +210,7 @@ class Driver:
         self.last_turn_ns = self._clock.mono_ns()
         step = self.core.step(payload, self.last_turn_ns, self._clock.wall_ns(), self._sent)
         if step.fault is not None:
-            log.error("decision refused by the fold", input=repr(payload), error=str(step.fault))
+            log.error("a decision failed", input=repr(payload), exc_info=step.fault)
         if step.records:
             self._append(step.records)
         commands = step.commands
