@@ -113,8 +113,9 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A connection without a complete request is closed after it."""
     send_s: Seconds = 30.0
     """A client that takes nothing for so long is disconnected, its request cancelled."""
-    stall_s: Seconds = 600.0
-    """Longest wait for acceptance, for a first token and between two tokens."""
+    stall_s: Seconds = 3700.0
+    """Longest wait for acceptance, for a first token and between two tokens. Behind a request's own
+    deadline (`request_deadline_ms` of the policy), which should come first."""
 
 
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):

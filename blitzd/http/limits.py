@@ -16,8 +16,9 @@ class Limits:
     """A connection without a complete request line and headers is closed after it."""
     send_s: float = 30.0
     """A client that takes nothing for this long is disconnected, its request cancelled."""
-    stall_s: float = 600.0
-    """Longest wait for acceptance, for a first token and between two tokens."""
+    stall_s: float = 3700.0
+    """Longest wait for acceptance, for a first token and between two tokens. Longer than the
+    deadline that the node gives every request: that one ends what takes too long."""
     keepalive_s: float = 15.0
     """A stream that has nothing to say for so long says that it is there: proxies and load
     balancers cut off what is silent for a minute."""

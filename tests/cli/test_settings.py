@@ -237,3 +237,10 @@ def test_what_nodes_need_of_each_other_is_named(assignments: tuple[str, ...], sa
 def test_a_node_among_others_may_leave_a_role_to_them() -> None:
     beside = ("node.address=10.0.0.1", "node.insecure=true", "replicas.decode=0")
     assert load(None, beside, {}).settings.replicas.decode == 0
+
+
+def test_a_silent_request_is_ended_by_its_own_deadline_first() -> None:
+    """B.1 #20: one deadline, and not a shorter one behind it."""
+    settings = Settings()
+    assert settings.http.stall_s * 1000 > settings.policy.request_deadline_ms
+    assert settings.http.stall_s == DEFAULT_LIMITS.stall_s
