@@ -16,7 +16,7 @@ from blitzd.cli.settings_layers import KEYS, SECTIONS
 from blitzd.control import policy, presets
 from blitzd.control.explain_rules import RULES
 from blitzd.events.record import REGISTRY, Durability, Kind, Payload
-from blitzd.fsm import request, table
+from blitzd.fsm import request, series, table
 from blitzd.fsm.table import ACCEPTS_KV, ACCEPTS_PROMPTS, ROWS, ReplicaState, Row
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -231,7 +231,34 @@ mutates, and each load copies from the host.
 
 `mock_load_ms` and `mock_transfer_ms` (the original's `mock_load_millis`, `mock_transfer_millis`)
 are floors under the time of a load from the node itself and from a replica, with the real load
-inside. `motiv` with `mock_load_ms=N` is the study of SLO against stop time.
+inside. `motiv` with `mock_load_ms=N` is the study of SLO against stop time: play the same trace
+with one N after the other (`blitzd client`, whose report has the latencies) and lay the series
+below beside them.
+
+## Statistics
+
+The original's feature `statistic` makes its router write a CSV file while it runs. Here the log
+is enough, of any run, whenever one wants to know:
+
+    blitzd replay DIR --csv FILE [--every MS] [--until POINT]
+
+| original | here | |
+|---|---|---|
+| a row every 500 ms | `--every`, 500 | counts are those at the row's end |
+"""
+
+STATISTICS = {
+    "epoch": "epoch",
+    "prefill_tokens": "prefill_tokens",
+    "decode_tokens": "decode_tokens",
+    "unix ms": "unix_ms",
+}
+"""The original's columns and ours."""
+
+STATISTICS_NOTES = """
+Tokens are those of the row's interval; their sum is the total. Whether the original's are counts
+or totals is not known. The log holds no single tokens: those after the first are spread evenly
+between it and the request's end.
 """
 
 
@@ -242,7 +269,13 @@ def baselines_page() -> str:
     lines += [*theory.splitlines(), "", "## Every name", "", "| name | values, or why not |"]
     lines.append("|---|---|")
     lines += [f"| `{name}` | {_preset_row(name)} |" for name in sorted(presets.NAMES)]
-    return "\n".join([*lines, "", *BASELINES_NOTES.strip().splitlines(), ""])
+    lines += ["", *BASELINES_NOTES.strip().splitlines()]
+    theirs = {ours: name for name, ours in STATISTICS.items()}
+    words = _attribute_docs(series)
+    for name in series.Row.__struct_fields__:
+        original = f"`{theirs[name]}`" if name in theirs else ""
+        lines.append(f"| {original} | `{name}` | {words.get(('Row', name), '')} |")
+    return "\n".join([*lines, "", *STATISTICS_NOTES.strip().splitlines(), ""])
 
 
 def _preset_row(name: str) -> str:

@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import aiohttp
+import xxhash
 
 LATE_S = 0.05
 """A request that goes out later than that was held up by the client."""
@@ -42,6 +43,10 @@ class Outcome(NamedTuple):
     """Between two events with content."""
     tokens: int = 0
     """As the server counted them."""
+    id: str = ""
+    """The server's name for the answer."""
+    text_digest: str = ""
+    """xxh3-64 of the text, in hex: equal texts, equal digests."""
 
     @property
     def tpot_s(self) -> float | None:
@@ -62,16 +67,21 @@ async def play(
             running = []
             for one in plan:
                 await asyncio.sleep(max(0.0, started + one.at_s - perf_counter()))
-                body = _body(model, one, random)
+                body = _body(model, one, prompt_of(one, random))
                 sent = _one(session, f"{url}/v1/completions", body, one, started)
                 running.append(tasks.create_task(sent))
         return [task.result() for task in running]
 
 
-def _body(model: str, one: Planned, random: Random) -> dict[str, Any]:
+def prompt_of(one: Planned, random: Random) -> list[int]:
+    """Drawn for one request after the other, so that a seed gives a plan's prompts again."""
+    return [random.randrange(*TOKEN_IDS) for _ in range(one.prompt_tokens)]
+
+
+def _body(model: str, one: Planned, prompt: list[int]) -> dict[str, Any]:
     return {
         "model": model,
-        "prompt": [random.randrange(*TOKEN_IDS) for _ in range(one.prompt_tokens)],
+        "prompt": prompt,
         "max_tokens": one.output_tokens,
         "temperature": 0,
         "ignore_eos": True,
@@ -121,12 +131,15 @@ async def timed(
 ) -> Outcome:
     first = last = 0.0
     gaps: list[float] = []
-    tokens, finish, error = 0, None, ""
+    tokens, finish, error, name = 0, None, "", ""
+    text = xxhash.xxh3_64()
     async for when, event in events:
+        name = event.get("id") or name
         if "error" in event:
             error = str(event["error"].get("code") or "error")
         for choice in event.get("choices", ()):
-            if _content(choice):
+            if content := _content(choice):
+                text.update(content.encode())
                 if first:
                     gaps.append(when - last)
                 first, last = first or when, when
@@ -138,9 +151,10 @@ async def timed(
         # All of its tokens are half characters or specials: it has no text to time.
         error = "no content"
     if error:
-        return Outcome(one, since_start, error)
-    return Outcome(one, since_start, "", first - sent, last - sent, tuple(gaps), tokens)
+        return Outcome(one, since_start, error, id=name)
+    times = (first - sent, last - sent, tuple(gaps))
+    return Outcome(one, since_start, "", *times, tokens, name, text.hexdigest())
 
 
-def _content(choice: dict[str, Any]) -> bool:
-    return bool(choice.get("text") or (choice.get("delta") or {}).get("content"))
+def _content(choice: dict[str, Any]) -> str:
+    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""

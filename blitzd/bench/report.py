@@ -32,6 +32,28 @@ def report(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
+def line(outcome: Outcome) -> dict[str, Any]:
+    """One request for a file, times in ms; `ttft_ms` and `e2e_ms` are absent for a failed one."""
+    planned = outcome.planned
+    shown: dict[str, Any] = {
+        "id": outcome.id,
+        "error": outcome.error,
+        "planned_s": round(planned.at_s, 6),
+        "sent_s": round(outcome.sent_s, 6),
+        "prompt_tokens": planned.prompt_tokens,
+        "max_tokens": planned.output_tokens,
+    }
+    if outcome.error:
+        return shown
+    return shown | {
+        "output_tokens": outcome.tokens,
+        "text_digest": outcome.text_digest,
+        "ttft_ms": round(outcome.first_s * 1000, 3),
+        "e2e_ms": round(outcome.last_s * 1000, 3),
+        "max_gap_ms": round(max(outcome.gaps_s, default=0.0) * 1000, 3),
+    }
+
+
 def _spread(seconds: list[float]) -> dict[str, float] | None:
     """None: nothing was measured, which is not 0."""
     if not seconds:

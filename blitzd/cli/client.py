@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from blitzd.bench.client import Planned, play
-from blitzd.bench.report import as_text, report
+from blitzd.bench.report import as_text, line, report
 from blitzd.sim.errors import InputError
 from blitzd.sim.traces import load_trace
 
@@ -31,6 +31,7 @@ def client(
     max_output: Tokens = 1024,
     seed: int = 0,
     timeout: Positive = 600.0,
+    output: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None,
     json: bool = False,
 ) -> int:
     """Send the requests of a trace at their times and report latencies.
@@ -61,6 +62,8 @@ def client(
         Of the prompts' tokens.
     timeout
         Seconds for each request.
+    output
+        Write each request's outcome into this file, as JSON lines in the trace's order.
     json
         Print JSON.
     """
@@ -78,6 +81,9 @@ def client(
         for request in recorded
     ]
     outcomes = asyncio.run(play(url.rstrip("/"), model, plan, seed=seed, timeout_s=timeout))
+    if output is not None:
+        lines = b"".join(msgspec.json.encode(line(outcome)) + b"\n" for outcome in outcomes)
+        output.write_bytes(lines)
     found = report(outcomes)
     print(msgspec.json.encode(found).decode() if json else as_text(found))
     return 1 if found["failed"] else 0

@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from blitzd.cli import replay_text as text
 from blitzd.cli.log_points import Point
 from blitzd.cli.log_source import LogSource
+from blitzd.cli.replay_csv import write_series
 from blitzd.cli.replay_follow import follow_log
 from blitzd.cli.replay_trace import write_trace
 from blitzd.control.core import CORE_VERSION
@@ -28,7 +29,10 @@ from blitzd.fsm.watched import WatchedState
 
 Sequence = Annotated[int | None, Parameter(validator=cyclopts.validators.Number(gte=1))]
 
-WITH_UNTIL = ("--state", "--request", "--trace", "--redecide")
+WITH_UNTIL = ("--state", "--request", "--trace", "--csv", "--redecide")
+
+CSV_EVERY_MS = 500
+"""As the original's statistics."""
 
 
 def replay(
@@ -40,6 +44,8 @@ def replay(
     request: Sequence = None,
     plan: Sequence = None,
     trace: Path | None = None,
+    csv: Path | None = None,
+    every: Sequence = None,
     follow: bool = False,
     redecide: bool = False,
     json: bool = False,
@@ -65,6 +71,10 @@ def replay(
         Why the record of this sequence was decided as it was.
     trace
         Write a Chrome trace for Perfetto into this file.
+    csv
+        Write a time series into this file: tokens, replicas, requests, first tokens.
+    every
+        With --csv: milliseconds for each row, 500 by default.
     follow
         Print each event as a running daemon writes it.
     redecide
@@ -78,6 +88,7 @@ def replay(
         "--request": request is not None,
         "--plan": plan is not None,
         "--trace": trace is not None,
+        "--csv": csv is not None,
         "--follow": follow,
         "--redecide": redecide,
     }
@@ -86,6 +97,8 @@ def replay(
         return _usage(f"{' and '.join(asked)}: one of {', '.join(questions)} is accepted")
     if until is not None and asked and asked[0] not in WITH_UNTIL:
         return _usage(f"--until with {asked[0]}: it is accepted with {', '.join(WITH_UNTIL)}")
+    if every is not None and csv is None:
+        return _usage("--every: it is accepted with --csv")
     try:
         end = Point.parse(until) if until is not None else None
         between = (Point.parse(diff[0]), Point.parse(diff[1])) if diff is not None else None
@@ -102,6 +115,8 @@ def replay(
             return _plan(source, plan, json)
         if trace is not None:
             return _trace(source, trace, last, json)
+        if csv is not None:
+            return _csv(source, csv, every or CSV_EVERY_MS, last, json)
         if follow:
             follow_log(source, json)
             return 0
@@ -205,6 +220,15 @@ def _trace(source: LogSource, file: Path, until: int | None, json: bool) -> int:
     with source.bar("tracing"), _placed(state):
         written = write_trace(file, state, source.records(state, until))
     shown = {"file": str(file), "trace_events": written, "last_seq": state.seq}
+    _show(shown, json, text.as_document)
+    return 0
+
+
+def _csv(source: LogSource, file: Path, every_ms: int, until: int | None, json: bool) -> int:
+    state = source.begin_early(ClusterState)
+    with source.bar("counting"), _placed(state):
+        written = write_series(file, state, source.records(state, until), every_ms)
+    shown = {"file": str(file), "rows": written, "every_ms": every_ms, "last_seq": state.seq}
     _show(shown, json, text.as_document)
     return 0
 

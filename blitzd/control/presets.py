@@ -68,8 +68,8 @@ REFUSED: dict[str, str] = {
     "test_live": LIVE,
     "eval_fast_live_wo_nvl": f"{LIVE}; eval_fast_wo_nvl is the same without",
     "statistic": (
-        "the log has every token count and change of state, with its time: blitzd log export"
-        " and /metrics show them without a switch"
+        "it needs no switch while a daemon runs: blitzd replay DIR --csv FILE writes the same time"
+        " series, and more, from any log afterwards"
     ),
     "decode_load_balance": (
         "it aborts in the original; here a decode replica with more than half of its blocks and"

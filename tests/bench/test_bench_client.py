@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from blitzd.bench.client import Outcome, Planned, timed
-from blitzd.bench.report import as_text, report
+from blitzd.bench.report import as_text, line, report
 from blitzd.cli.client import client
 
 ONE = Planned(1.0, 5, 3)
@@ -96,6 +96,20 @@ def test_a_percentile_is_a_value_that_was_measured() -> None:
 def test_requests_that_the_client_held_up_are_said() -> None:
     found = report([told(GOOD)._replace(sent_s=1.3)])
     assert (found["sent_late"], found["sent_late_max_ms"]) == (1, 300.0)
+
+
+def test_a_line_tells_one_request_from_another_by_its_text() -> None:
+    named = [(when, event | {"id": "cmpl-7"}) for when, event in GOOD]
+    other = [(100.5, choice(text="abd", finish_reason="stop"))]
+    whole = [(100.5, choice(text="abc", finish_reason="stop"))]
+    shown = line(told(named))
+    assert (shown["id"], shown["output_tokens"], shown["ttft_ms"]) == ("cmpl-7", 3, 500.0)
+    assert shown["max_gap_ms"] == 400.0
+    assert shown["text_digest"] == line(told(whole))["text_digest"]
+    assert shown["text_digest"] != line(told(other))["text_digest"]
+    failed = line(told([(101.0, {"id": "cmpl-8", "error": {"code": "worker_lost"}})]))
+    assert (failed["id"], failed["error"]) == ("cmpl-8", "worker_lost")
+    assert "ttft_ms" not in failed
 
 
 def test_a_trace_that_is_none_is_a_usage_error(

@@ -1,11 +1,13 @@
 """`blitzd replay` as an operator and a script meet it."""
 
+import csv
 import json
 import os
 import signal
 import subprocess
 import sys
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +162,8 @@ def test_until_a_moment_before_the_log_is_refused(replay: Any, log: Path) -> Non
     ("options", "says"),
     [
         (("--state", "--redecide"), "--state and --redecide: one of --state, --diff"),
-        (("--until", "5", "--follow"), "accepted with --state, --request, --trace, --redecide"),
+        (("--until", "5", "--follow"), "with --state, --request, --trace, --csv, --redecide"),
+        (("--every", "5"), "--every: it is accepted with --csv"),
         (("--until", "5", "--diff", "1", "2"), "--until with --diff"),
         (("--until", "yesterday"), "'yesterday' is no point of a log; accepted: a sequence"),
         (("--until", "2026-03-01T12:00:00"), "a time with its zone"),
@@ -277,6 +280,20 @@ def test_a_trace_is_one_json_document(replay: Any, tmp_path: Path) -> None:
     assert len(document["traceEvents"]) == shown["trace_events"]
     assert document["displayTimeUnit"] == "ms"
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_a_series_has_a_row_for_each_interval(replay: Any, log: Path, tmp_path: Path) -> None:
+    file = tmp_path / "series.csv"
+    shown = replay(log, "--csv", file, "--every", 250, "--json").json
+    with file.open(newline="") as lines:
+        table = list(csv.DictReader(lines))
+    assert len(table) == shown["rows"]
+    assert list(table[0])[:4] == ["epoch", "prefill_tokens", "decode_tokens", "unix_ms"]
+    times = [int(row["unix_ms"]) for row in table]
+    assert times[0] == (WALL_NS + TURNS[0][0].mono_ns) // MS + 250
+    assert {later - sooner for sooner, later in pairwise(times)} == {250}
+    assert sum(int(row["finished_requests"]) for row in table) == 3
+    assert {path.name for path in tmp_path.iterdir()} == {"series.csv", "state"}
 
 
 def test_deciding_again(replay: Any, log: Path) -> None:
