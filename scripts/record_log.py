@@ -139,6 +139,8 @@ def live_pairs() -> list[Record]:
     world = Harness().serving("prefill", "decode", "spare", "spare", "spare")
     world.arrive(1)
     world.feed(ev.LivePairRequested("r2", "r0"))
+    world.feed(ev.Relayed("r2", 1, 1, 0, 3))
+    world.feed(ev.FollowEnded(1, "r0", 1, 0, "source", "peer was lost"))
     world.load("r2")
     pair_id = world.replica("r2").pair_id
     world.feed(ev.PairDrained("r2", 1, pair_id))

@@ -44,6 +44,22 @@ class LoadModel:
     """Of the ladder; without peers, how the file is taken: map, host or disk."""
     floor_ms: int = 0
     """The load takes at least so long."""
+    live: bool = False
+    """It serves while the weights come, which takes peers: with the first progress message it
+    says its blocks (LoadMoved), and is given prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class FollowLive:
+    """Old of a live pair is to take requests over from New whenever it has nothing else to do.
+    Comes after New's first progress message; again after an end with a fault. What it ends
+    with is told as FollowEnded, once for each command."""
+
+    pair_id: int
+    old: str
+    old_epoch: int
+    new: str
+    new_epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +68,8 @@ class StartPrefill:
     epoch: int
     request_id: int
     hold: bool
-    """Keep the KV for export after the first token, instead of going on."""
+    """Keep the KV for export after the first token, instead of going on. Always so on a replica
+    that serves while it loads, also for a request of one token."""
     attempt: int = 0
     """Of the request; a worker may still have an earlier one, which is another to it."""
 
@@ -82,6 +99,11 @@ class ImportKv:
     checksums: bool
     """Compare each layer's with the source's."""
     attempt: int = 0
+    rest: str = ""
+    """Of a request that two replicas prefilled: who has the KV of layers from `split_layer` on.
+    The source has layers [0, `split_layer`)."""
+    rest_epoch: int = 0
+    split_layer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +118,7 @@ class HoldDecode:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseKv:
-    """The KV has arrived elsewhere; the source may forget it."""
+    """The KV has arrived elsewhere; the source may forget it. One each for two halves."""
 
     replica: str
     epoch: int
@@ -122,6 +144,7 @@ Command = (
     | EndWorker
     | ResetWorker
     | LoadModel
+    | FollowLive
     | StartPrefill
     | DecodeLocally
     | HoldDecode
@@ -137,5 +160,7 @@ def waits_for_the_log(command: Command) -> bool:
     start. The others only end or free, which is right whatever the log says."""
     if isinstance(command, EndWorker):
         return command.report
-    begins = SpawnWorker | LoadModel | StartPrefill | DecodeLocally | HoldDecode | ImportKv
-    return isinstance(command, begins)
+    return isinstance(command, _BEGINS)
+
+
+_BEGINS = SpawnWorker | LoadModel | FollowLive | StartPrefill | DecodeLocally | HoldDecode | ImportKv

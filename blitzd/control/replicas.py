@@ -118,6 +118,8 @@ def load_moved(turn: Turn, moved: ev.LoadMoved) -> None:
             moved.bytes_loaded,
             moved.bytes_total,
             moved.source,
+            moved.block_tokens,
+            moved.blocks_total,
         )
     )
 

@@ -220,6 +220,8 @@ class EngineService(pb.EngineBase):
                 return
             # The end of the model comes after its last layer.
             self._set_ready(self._replica, min(progress.layers_ready, progress.layers_total - 1))
+            geometry = self._replica.geometry
+            progress.block_tokens, progress.blocks_total = geometry.block_tokens, geometry.blocks
         moved.put_nowait(progress)
 
     @staticmethod

@@ -69,7 +69,7 @@ class WorkerExited(Payload, frozen=True, array_like=True):
     reason: str
 
 
-@record_type(7, Kind.INPUT, Durability.LAZY, schema_version=2)
+@record_type(7, Kind.INPUT, Durability.LAZY, schema_version=3)
 class LoadMoved(Payload, frozen=True, array_like=True):
     """How far a load has come."""
 
@@ -81,6 +81,9 @@ class LoadMoved(Payload, frozen=True, array_like=True):
     bytes_total: int
     source: str = ""
     """Where the bytes come from now, as the worker says."""
+    block_tokens: int = 0
+    blocks_total: int = 0
+    """Of one that serves while it loads: with them it takes prompts. 0: it does not yet."""
 
 
 @record_type(8, Kind.INPUT)
@@ -225,7 +228,8 @@ class DeactivateRequested(Payload, frozen=True, array_like=True):
 
 @record_type(21, Kind.INPUT)
 class PairDrained(Payload, frozen=True, array_like=True):
-    """The new side of a live pair has nothing left that the old side has to finish."""
+    """The new side of a live pair has nothing left that the old side has to finish. In logs
+    of before FollowEnded, which takes its place."""
 
     replica: str
     epoch: int

@@ -73,7 +73,7 @@ class LoadStarted(Payload, frozen=True, array_like=True):
     """(rung, why it did not apply) of those before it."""
 
 
-@record_type(121, Kind.EVENT, Durability.LAZY, schema_version=2)
+@record_type(121, Kind.EVENT, Durability.LAZY, schema_version=3)
 class LoadProgressed(Payload, frozen=True, array_like=True):
     """How many layers and bytes have arrived."""
 
@@ -85,6 +85,9 @@ class LoadProgressed(Payload, frozen=True, array_like=True):
     bytes_total: int
     source: str = ""
     """Another one than the load began with, when that one failed."""
+    block_tokens: int = 0
+    blocks_total: int = 0
+    """Of one that serves while it loads; 0: it does not yet."""
 
 
 @record_type(122, Kind.EVENT)
@@ -121,9 +124,10 @@ class DecodeOpened(Payload, frozen=True, array_like=True):
     epoch: int
 
 
-@record_type(125, Kind.EVENT, Durability.ACK)
+@record_type(125, Kind.EVENT, Durability.ACK, schema_version=2)
 class PairOpened(Payload, frozen=True, array_like=True):
-    """`new` loads and serves at once; `old` finishes for it. One event moves both."""
+    """`new` loads and serves at once; `old` finishes for it. One event moves both. It takes the
+    place of a LoadStarted, and reserves the same link."""
 
     pair_id: int
     new: str
@@ -131,8 +135,13 @@ class PairOpened(Payload, frozen=True, array_like=True):
     old: str
     old_epoch: int
     cap: int
-    """Requests begun on `new` and not ended, at most."""
+    """Requests pending on `new`, at most; less and less while it loads."""
     source: str
+    """Where the weights come from, as in LoadStarted."""
+    peers: tuple[tuple[str, int], ...] = ()
+    rung: str = ""
+    """Of the ladder; empty: an operator named the two."""
+    skipped: tuple[tuple[str, str], ...] = ()
 
 
 @record_type(126, Kind.EVENT, Durability.ACK)

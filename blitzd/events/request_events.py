@@ -24,7 +24,7 @@ class RequestRejected(Payload, frozen=True, array_like=True):
     reason: str
 
 
-@record_type(202, Kind.EVENT)
+@record_type(202, Kind.EVENT, schema_version=2)
 class PrefillStarted(Payload, frozen=True, array_like=True):
     """The request is granted to a replica that computes its prompt."""
 
@@ -33,6 +33,11 @@ class PrefillStarted(Payload, frozen=True, array_like=True):
     epoch: int
     blocks: int
     """Reserved on the replica until the KV has left it."""
+    rest: str = ""
+    """Of a live pair: who may go on with it (RequestRelayed), its epoch, and what is reserved
+    there."""
+    rest_epoch: int = 0
+    rest_blocks: int = 0
 
 
 @record_type(203, Kind.EVENT)
@@ -43,7 +48,7 @@ class PrefillFinished(Payload, frozen=True, array_like=True):
     stays: int = 0
 
 
-@record_type(204, Kind.EVENT, schema_version=2)
+@record_type(204, Kind.EVENT, schema_version=3)
 class MigrationStarted(Payload, frozen=True, array_like=True):
     """Opens a KV lease; the target's blocks are reserved from this event on."""
 
@@ -58,6 +63,10 @@ class MigrationStarted(Payload, frozen=True, array_like=True):
     """Unless the target says before that it gets on."""
     cap_ns: int = 0
     """When it expires even so."""
+    rest: str = ""
+    """Who has the KV of layers from `split_layer` on; the source has those before."""
+    rest_epoch: int = 0
+    split_layer: int = 0
 
 
 @record_type(205, Kind.EVENT)

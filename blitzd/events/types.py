@@ -8,6 +8,7 @@ state is folded from; those about the node and the log itself are here.
 from blitzd.events.agent_events import *
 from blitzd.events.handover_events import *
 from blitzd.events.inputs import *
+from blitzd.events.live_events import *
 from blitzd.events.plan_events import *
 from blitzd.events.record import Durability, Kind, Payload, record_type
 from blitzd.events.replica_events import *

@@ -155,11 +155,29 @@ class Request(msgspec.Struct, omit_defaults=True, gc=False):
     """The last step of a move: asked, held, or stays, which is for good."""
     tried: tuple[str, ...] = ()
     """Targets (ID/EPOCH) that the KV of this attempt could not be handed to."""
+    rest: str = ""
+    """Of a live pair, while it holds or may get KV of this request: the replica that goes on
+    with what its source has begun."""
+    rest_epoch: int = 0
+    rest_blocks: int = 0
+    split_layer: int = 0
+    """Layers before it ran on the source, the others on `rest`; 0: all on the source, so far."""
+    whole: int = 0
+    """1: a replica that serves while it loads does not take it."""
 
     @property
     def known_tokens(self) -> int:
         """What a prefill of this attempt computes."""
         return self.prompt_tokens + self.output_tokens
+
+    def on(self) -> list[tuple[str, int]]:
+        """(replica, epoch) of the workers that have, or may have, something of this attempt."""
+        places = (
+            (self.source, self.source_epoch),
+            (self.rest, self.rest_epoch),
+            (self.target, self.target_epoch),
+        )
+        return [place for place in places if place[0]]
 
 
 class Pair(msgspec.Struct, gc=False):

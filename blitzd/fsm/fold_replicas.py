@@ -127,6 +127,8 @@ def _(state: ClusterState, event: ev.LoadProgressed, record: Record) -> None:
     replica.bytes_loaded, replica.bytes_total = event.bytes_loaded, event.bytes_total
     if replica.peers:
         replica.source = event.source or replica.source
+    if event.blocks_total:
+        replica.block_tokens, replica.blocks_total = event.block_tokens, event.blocks_total
     state.touch("replica", replica.id)
 
 

@@ -21,6 +21,10 @@ class Lease(msgspec.Struct, omit_defaults=True, gc=False):
     cap_ns: int = 0
     bytes_moved: int = 0
     """When the target last said so."""
+    rest: str = ""
+    """Who has the layers from `split_layer` on, of KV that lies on two replicas."""
+    rest_epoch: int = 0
+    split_layer: int = 0
 
 
 class Link(msgspec.Struct, omit_defaults=True, gc=False):

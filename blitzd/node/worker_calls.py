@@ -105,6 +105,8 @@ class WorkerCalls:
             progress.bytes_loaded,
             progress.bytes_total,
             progress.source,
+            progress.block_tokens,
+            progress.blocks_total,
         )
 
     def _load_ended(self, progress: pb.LoadProgress, reason: str) -> ev.LoadEnded:
