@@ -12,7 +12,8 @@ from blitzd.events.record import Durability, Kind, Payload, record_type
 class Relayed(Payload, frozen=True, array_like=True):
     """Old goes on with a request that New began (StepReport.relayed_ids). New says so when it
     has given it away, Old with its first token, right before that; either may come first, and
-    the second changes nothing. Of a request that Old took with no layer done only New says it."""
+    the second changes nothing. Of a request that Old took with no layer done only New says it.
+    Told whatever became of the request: of one that is over both are made to let go."""
 
     replica: str
     """Who says it, New or Old, and its epoch."""
