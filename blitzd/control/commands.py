@@ -163,4 +163,6 @@ def waits_for_the_log(command: Command) -> bool:
     return isinstance(command, _BEGINS)
 
 
-_BEGINS = SpawnWorker | LoadModel | FollowLive | StartPrefill | DecodeLocally | HoldDecode | ImportKv
+_BEGINS = (
+    SpawnWorker | LoadModel | FollowLive | StartPrefill | DecodeLocally | HoldDecode | ImportKv
+)

@@ -5,7 +5,7 @@ is granted prompts, runs their layers as these arrive, and Old takes them over o
 tell of it, in whatever order.
 """
 
-from blitzd.events.record import Durability, Kind, Payload, record_type
+from blitzd.events.record import Kind, Payload, record_type
 
 
 @record_type(45, Kind.INPUT)

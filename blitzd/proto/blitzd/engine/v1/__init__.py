@@ -786,6 +786,9 @@ class LoadProgress(betterproto2.Message):
     """
 
     block_tokens: "int" = betterproto2.field(7, betterproto2.TYPE_UINT32)
+    """
+    Of KV; set on the last message, and on each of a live load.
+    """
 
     blocks_total: "int" = betterproto2.field(8, betterproto2.TYPE_UINT32)
 
