@@ -12,7 +12,7 @@ from types import ModuleType
 import msgspec
 
 from blitzd.cli import settings
-from blitzd.cli.settings_layers import KEYS, SECTIONS
+from blitzd.cli.settings_layers import KEYS, SECTIONS, Key, accepted, table_of
 from blitzd.control import policy, presets
 from blitzd.control.explain_rules import RULES
 from blitzd.events.record import REGISTRY, Durability, Kind, Payload
@@ -161,7 +161,22 @@ def config_page() -> str:
             default = f"`{msgspec.json.encode(key.default).decode()}`"
             text = words.get((classes[section].__name__, key.name), "")
             lines.append(f"| `{key.name}` | {default} | {key.accepted} | {text} |")
+        for key in (key for key in KEYS.values() if key.section == section):
+            lines += _keys_of_tables(key, words)
     return "\n".join([*lines, ""])
+
+
+def _keys_of_tables(key: Key, words: dict[tuple[str, str], str]) -> list[str]:
+    tables = table_of(key.type)
+    if tables is None:
+        return []
+    _, table = tables
+    lines = ["", f"### [{key}.NAME]", "", "| key | default | accepted | |", "|---|---|---|---|"]
+    for field in msgspec.structs.fields(table):
+        default = "none" if field.required else f"`{msgspec.json.encode(field.default).decode()}`"
+        text = words[table.__name__, field.name]
+        lines.append(f"| `{field.name}` | {default} | {accepted(field.type)} | {text} |")
+    return lines
 
 
 CONFIG_INTRODUCTION = """

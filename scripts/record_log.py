@@ -260,7 +260,12 @@ def planned() -> list[Record]:
 
 def nodes() -> list[Record]:
     """A node that joins, decodes, freezes with a request on it, and is back."""
-    world = Harness().serving("prefill")
+    world = Harness()
+    world.topology = (
+        ev.NodeLinks("b", ("eth0", "eth1"), 12_500_000_000, "l1", "pod", 400_000_000_000),
+        ev.NodeLinks("local", ("eth0",), 3_125_000_000),
+    )
+    world.serving("prefill")
     for epoch in (1, 2):
         offered = (("b.r0", "decode"), ("b.r1", "spare"))
         world.feed(ev.AgentJoined("b", epoch, "10.0.0.2", "test", "x86_64", 2, 1024, offered))

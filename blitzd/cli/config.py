@@ -82,11 +82,19 @@ def _toml(shown: dict[str, dict[str, dict[str, Any]]]) -> str:
     for section, keys in shown.items():
         lines.append(f"[{section}]")
         for name, what in keys.items():
-            # A JSON string is a TOML one, as are JSON's numbers and booleans.
-            value = msgspec.json.encode(what["value"]).decode()
+            value = to_toml(msgspec.to_builtins(what["value"]))
             lines.append(f"{f'{name} = {value}':<40} # {what['origin']}")
         lines.append("")
     return "\n".join(lines[:-1])
+
+
+def to_toml(value: Any) -> str:
+    """On one line."""
+    if isinstance(value, dict):
+        pairs = [f"{to_toml(key)} = {to_toml(one)}" for key, one in value.items()]
+        return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
+    # A JSON string is a TOML one, as are JSON's numbers, booleans and lists.
+    return msgspec.json.encode(value).decode()
 
 
 def _json(value: object) -> str:

@@ -117,6 +117,7 @@ def node_config(settings: Settings, state_dir: Path, say: Say) -> NodeConfig:
         hang_deadline_s=limits.hang_deadline_s,
         step_deadline_s=limits.step_deadline_s,
         drain_s=limits.drain_s,
+        topology=settings.topology.described(),
         policy=settings.policy,
     )
 

@@ -4,6 +4,7 @@ The one place that names keys: the file, the environment, `--set`, `blitzd confi
 docs/config.md and the errors all follow from these types.
 """
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -12,6 +13,7 @@ from msgspec import Meta
 from blitzd.control.policy import Policy
 from blitzd.engine import catalogue
 from blitzd.engine.options import Weights
+from blitzd.events.types import NodeLinks
 from blitzd.fabric import host_and_port
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -100,6 +102,48 @@ class FabricSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How KV moves between workers of this node: a mapped arena, or UCX as between nodes."""
 
 
+Gbits = Annotated[float, Meta(gt=0, le=1_000_000)]
+
+
+class LinkSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    gbit_s: Gbits
+    """Of each network link, each way, Gbit/s."""
+    links: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=16)] = ("net",)
+    """The network links by name, best that of the interface. Replicas take turns on them."""
+    leaf: str = ""
+    """The switch that the links end in; transfers stay within one where they can."""
+    domain: str = ""
+    """Of scale-up (NVLink). Empty: the node alone, with the memory of one machine."""
+    domain_gbit_s: Annotated[float, Meta(ge=0, le=1_000_000)] = 0.0
+    """Inside the domain, Gbit/s. 0: unknown, taken for more than over any link."""
+
+
+class TopologySettings(msgspec.Struct, frozen=True, kw_only=True):
+    nodes: Annotated[
+        dict[Name, LinkSettings],
+        Meta(description="a table [topology.nodes.NAME] for each, with the keys below"),
+    ] = {}
+    """What joins the nodes, the controller and its agents, by `node.name`. One that is left out
+    is a domain alone, with a link for each replica, as fast as the slowest that is described."""
+
+    def described(self) -> tuple[NodeLinks, ...]:
+        return tuple(
+            NodeLinks(
+                name,
+                node.links,
+                _bytes_s(node.gbit_s),
+                node.leaf,
+                node.domain,
+                _bytes_s(node.domain_gbit_s),
+            )
+            for name, node in sorted(self.nodes.items())
+        )
+
+
+def _bytes_s(gbit_s: float) -> int:
+    return math.ceil(gbit_s * 1e9 / 8)
+
+
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: Text = "127.0.0.1"
     """Where the OpenAI API, the probes and `/metrics` listen."""
@@ -154,6 +198,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     replicas: ReplicaSettings = ReplicaSettings()
     engine: EngineSettings = EngineSettings()
     fabric: FabricSettings = FabricSettings()
+    topology: TopologySettings = TopologySettings()
     http: HttpSettings = HttpSettings()
     admin: AdminSettings = AdminSettings()
     limits: LimitSettings = LimitSettings()
@@ -173,6 +218,7 @@ def conflicts(settings: Settings) -> list[str]:
             f" engine.max_batch_tokens, {engine.max_batch_tokens}"
         )
     found += _node_conflicts(settings.node) + _replica_conflicts(settings)
+    found += _topology_conflicts(settings)
     found += [f"policy.{reason}" for _, reason in settings.policy.conflicts()]
     return found
 
@@ -210,3 +256,20 @@ def _replica_conflicts(settings: Settings) -> list[str]:
         for role in ("prefill", "decode")
         if not (getattr(counts, role) or node.address)
     ]
+
+
+def _topology_conflicts(settings: Settings) -> list[str]:
+    nodes = settings.topology.nodes
+    if settings.node.role == "agent" and nodes:
+        return ["topology.nodes: given, but node.role is agent; accepted: at the controller"]
+    found, rates = [], dict[str, tuple[str, float]]()
+    for name, node in sorted(nodes.items()):
+        if len(set(node.links)) < len(node.links):
+            found.append(f"topology.nodes.{name}.links: {list(node.links)}; accepted: each once")
+        first, rate = rates.setdefault(node.domain or name, (name, node.domain_gbit_s))
+        if node.domain_gbit_s != rate:
+            found.append(
+                f"topology.nodes.{name}.domain_gbit_s: {node.domain_gbit_s:g}; accepted:"
+                f" {rate:g}, as {first}, which is of the same domain"
+            )
+    return found

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 from msgspec import inspect
@@ -42,7 +42,7 @@ class Key:
 
     @property
     def accepted(self) -> str:
-        return _accepted(inspect.type_info(self.type))
+        return accepted(self.type)
 
     def check(self, value: Any) -> Any:
         """Raises ValueError."""
@@ -58,7 +58,8 @@ class Loaded:
 def _keys() -> Iterator[Key]:
     for section in msgspec.structs.fields(Settings):
         for field in msgspec.structs.fields(section.type):
-            yield Key(section.name, field.name, field.type, field.default)
+            default = getattr(section.default, field.name)
+            yield Key(section.name, field.name, field.type, default)
 
 
 KEYS = {(key.section, key.name): key for key in _keys()}
@@ -148,7 +149,8 @@ class _Layers:
         try:
             self._values[section, key] = known.check(value)
         except ValueError:
-            self._problems.append(f"{origin}: {known}: {value!r}; accepted: {known.accepted}")
+            wrong = _wrong(str(known), known.type, value)
+            self._problems += [f"{origin}: {problem}" for problem in wrong]
             return
         self._origins[section, key] = origin
 
@@ -195,6 +197,60 @@ def _nearest(name: str, names: Sequence[str]) -> str:
     return found[0] if found else ""
 
 
+def table_of(kind: Any) -> tuple[Any, type[msgspec.Struct]] | None:
+    """Of a setting that holds tables by name: the type of the name, and of each."""
+    inner = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    if get_origin(inner) is not dict:
+        return None
+    name, table = get_args(inner)
+    return name, table
+
+
+def _wrong(name: str, kind: Any, value: Any) -> list[str]:
+    """What of a value is refused, and what would be accepted; of tables by their keys."""
+    tables = table_of(kind)
+    if tables is None or not isinstance(value, dict):
+        return [f"{name}: {value!r}; accepted: {accepted(kind)}"]
+    row_name, table = tables
+    found = []
+    for row, values in value.items():
+        if not _fits(row, row_name):
+            found.append(f"{name}: {row!r}; accepted: names of {accepted(row_name)}")
+        elif isinstance(values, dict):
+            found += _wrong_in_table(f"{name}.{row}", table, values)
+        else:
+            found.append(f"{name}.{row}: {values!r}; accepted: a table")
+    return found
+
+
+def _wrong_in_table(name: str, table: type[msgspec.Struct], values: dict[str, Any]) -> list[str]:
+    fields = {field.name: field for field in msgspec.structs.fields(table)}
+    found = []
+    for key in sorted(values.keys() - fields.keys()):
+        near = _nearest(key, list(fields))
+        found.append(f"{name}.{key}: no such key" + (f"; meant {near}?" if near else ""))
+    for key, field in fields.items():
+        if key not in values:
+            if field.required:
+                found.append(f"{name}.{key}: missing; accepted: {accepted(field.type)}")
+        elif not _fits(values[key], field.type):
+            found.append(f"{name}.{key}: {values[key]!r}; accepted: {accepted(field.type)}")
+    return found
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind)
+    except ValueError:
+        return False
+    return True
+
+
+def accepted(kind: Any) -> str:
+    """In words: what a setting of this type takes."""
+    return _accepted(inspect.type_info(kind))
+
+
 def _accepted(kind: inspect.Type) -> str:
     match kind:
         case inspect.Metadata(extra_json_schema={"description": str(words)}):
@@ -213,6 +269,8 @@ def _accepted(kind: inspect.Type) -> str:
             return "a string"
         case inspect.StrType():
             return "a string that is not empty"
+        case inspect.VarTupleType(min_length=least, max_length=most):
+            return f"a list of {least} to {most} strings"
     raise TypeError(f"settings of {kind} have no words")
 
 

@@ -44,6 +44,7 @@ def lines_of(state: dict[str, Any]) -> list[str]:
     if node["rolling_restart"]:
         found.append(f"rolling restart of {', '.join(node['rolling_restart'])}")
     found += [_agent(agent) for agent in state["agents"]]
+    found += [_links(node) for node in state["topology"]]
     return [*found, "", *_table(state["replicas"], now_ns)]
 
 
@@ -52,6 +53,22 @@ def _agent(agent: dict[str, Any]) -> str:
         return f"agent  {agent['node']}  lost: {agent['trouble']}"
     size = f"{agent['arch']}, {agent['cpus']} CPUs, {agent['memory_mib']} MiB"
     return f"agent  {agent['node']}  present at {agent['address']}  {size}"
+
+
+def _links(node: dict[str, Any]) -> str:
+    names = ", ".join(node["links"])
+    found = f"links  {node['node']}  {names}: {_gbit_s(node['rate_bytes_s'])} each"
+    if node["leaf"]:
+        found += f", leaf {node['leaf']}"
+    if node["domain"] != node["node"] or node["domain_rate_bytes_s"]:
+        found += f", domain {node['domain']}"
+        if node["domain_rate_bytes_s"]:
+            found += f" of {_gbit_s(node['domain_rate_bytes_s'])}"
+    return found
+
+
+def _gbit_s(bytes_s: int) -> str:
+    return f"{bytes_s * 8 / 1e9:g} Gbit/s"
 
 
 HEAD = ("id", "role", "state", "epoch", "pid", "layers", "KV blocks", "requests", "")

@@ -13,6 +13,7 @@ BACK_OFF = (
 RULES: dict[type[Payload], str] = {
     **{cls: INPUT for cls in REGISTRY.values() if cls.type_id < 100},
     ev.NodeStarted: "Each start begins with the configuration and the policy in force.",
+    ev.TopologyDescribed: "The [topology] of the start's configuration is not what was known.",
     ev.NodeDraining: "Told to stop: no new request is accepted, those accepted may finish.",
     ev.NodeJoined: "An agent is in contact; its replicas are this cluster's from here on.",
     ev.NodeLost: (

@@ -1,6 +1,6 @@
 """Decisions about replicas: boot, worker life, loading."""
 
-from blitzd.control import host_cache, loads
+from blitzd.control import host_cache, loads, topology
 from blitzd.control.commands import EndWorker, ResetWorker, SpawnWorker
 from blitzd.control.resume import leave
 from blitzd.control.turn import MS, Turn
@@ -16,6 +16,7 @@ def booted(turn: Turn, boot: ev.Booted) -> None:
     turn.emit(
         ev.NodeStarted(boot.boot_epoch, boot.version, boot.node, boot.policy, boot.core_version)
     )
+    topology.describe(turn, boot.topology)
     for request in list(turn.state.requests.values()):
         turn.emit(ev.RequestFailed(request.id, "daemon_restarted", "the daemon was restarted"))
     adopted = {(replica, epoch, pid) for replica, epoch, pid in boot.adopted}

@@ -1,9 +1,12 @@
 """The machines as the planner of transfers sees them: devices, their links, what joins them."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from blitzd.control.turn import Turn
+from blitzd.events import types as ev
 from blitzd.fsm import ClusterState
 
 
@@ -16,6 +19,8 @@ class Device(NamedTuple):
     """The switch that its link ends in."""
     rate: int
     """Bytes a second, each way: links are full duplex, the ways do not disturb each other."""
+    link: str = ""
+    """NODE/NAME; devices with the same one share it. Empty: it has one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +28,48 @@ class Topology:
     devices: Mapping[str, Device]
     scale_up_rate: int
     """Bytes a second between two devices of one domain."""
+    domain_rates: Mapping[str, int] = field(default_factory=dict)
+    """Of the domains that have another one."""
 
     def rate(self, source: str, target: str) -> int:
         """Of the path between two devices. Leaves are joined without loss: what a spine adds
         or takes away is not modelled (reference: BlitzScale 5.1 leaves it to ECMP)."""
         a, b = self.devices[source], self.devices[target]
         if a.domain == b.domain:
-            return self.scale_up_rate
+            return self.domain_rates.get(a.domain, self.scale_up_rate)
         return min(a.rate, b.rate)
 
 
 def topology_of(state: ClusterState) -> Topology:
-    """Of a cluster whose links nobody has described: each node a domain, all links alike."""
-    devices = {r.id: Device(r.node, "", 1) for r in state.replicas.values()}
-    return Topology(devices, scale_up_rate=2)
+    """As the configuration describes it. A node that it leaves out is a domain by itself, and
+    each of its replicas has a link, as fast as the slowest that is described."""
+    described = state.topology
+    slowest = min((links.rate for links in described.values()), default=1)
+    fastest = max((links.rate for links in described.values()), default=1)
+    devices = {}
+    for replica in state.replicas.values():
+        links = described.get(replica.node)
+        if links is None:
+            devices[replica.id] = Device(replica.node, "", slowest)
+        else:
+            domain, link = links.domain or links.node, link_of(replica.id, links)
+            devices[replica.id] = Device(domain, links.leaf, links.rate, link)
+    rates = {
+        links.domain or links.node: links.domain_rate
+        for links in described.values()
+        if links.domain_rate
+    }
+    return Topology(devices, 2 * fastest, rates)
+
+
+def link_of(replica: str, links: ev.NodeLinks) -> str:
+    """The same for every epoch of a replica; as it takes its turn on the node's devices."""
+    last = re.findall(r"\d+", replica)[-1:] or ["0"]
+    return f"{links.node}/{links.links[int(last[0]) % len(links.links)]}"
+
+
+def describe(turn: Turn, nodes: tuple[ev.NodeLinks, ...]) -> None:
+    """What a boot brings, if it is not what is known."""
+    known = tuple(links for _, links in sorted(turn.state.topology.items()))
+    if nodes != known:
+        turn.emit(ev.TopologyDescribed(nodes))

@@ -4,9 +4,10 @@ Ids are never reused. Only inputs that led to events are logged, right before th
 """
 
 from blitzd.events.record import Durability, Kind, Payload, record_type
+from blitzd.events.topology_events import NodeLinks
 
 
-@record_type(1, Kind.INPUT, Durability.ACK)
+@record_type(1, Kind.INPUT, Durability.ACK, schema_version=2)
 class Booted(Payload, frozen=True, array_like=True):
     """The daemon started, with this configuration. `policy` holds (name, value) pairs."""
 
@@ -20,6 +21,8 @@ class Booted(Payload, frozen=True, array_like=True):
     """Of the decisions: only the same version decides a recorded input again as recorded."""
     adopted: tuple[tuple[str, int, int], ...] = ()
     """(id, epoch, pid) of workers of an earlier boot that still answer."""
+    topology: tuple[NodeLinks, ...] = ()
+    """In order of the nodes' names."""
 
 
 @record_type(2, Kind.INPUT, schema_version=2)

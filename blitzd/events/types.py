@@ -13,6 +13,7 @@ from blitzd.events.plan_events import *
 from blitzd.events.record import Durability, Kind, Payload, record_type
 from blitzd.events.replica_events import *
 from blitzd.events.request_events import *
+from blitzd.events.topology_events import *
 
 
 @record_type(100, Kind.EVENT, Durability.ACK)

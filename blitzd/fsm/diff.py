@@ -16,7 +16,7 @@ EVENTS_KEPT = 8
 
 class Change(msgspec.Struct, frozen=True):
     entity: str
-    """node, plan, agent, replica, request, lease, link or pair."""
+    """node, plan, topology, agent, replica, request, lease, link or pair."""
     key: str | int
     field: str
     """Empty: the whole entity came or went."""
@@ -119,7 +119,7 @@ def _change(key: Key, name: str, before: Any, after: Any, tracked: _Tracked) -> 
     return Change(*key, name, before, after, tuple(marks.newest), marks.count)
 
 
-KINDS = ("node", "plan", "agent", "replica", "request", "lease", "link", "pair")
+KINDS = ("node", "plan", "topology", "agent", "replica", "request", "lease", "link", "pair")
 
 
 def _order(key: Key) -> tuple[int, bool, str | int]:

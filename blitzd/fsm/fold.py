@@ -11,6 +11,7 @@ from blitzd.fsm import (
     fold_requests,
     fold_restarts,
     fold_roles,
+    fold_topology,
 )
 from blitzd.fsm.folding import FOLDERS
 from blitzd.fsm.state import ClusterState
@@ -26,6 +27,7 @@ SUBJECTS = (
     fold_requests,
     fold_restarts,
     fold_links,
+    fold_topology,
 )
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 
+from blitzd.events.topology_events import NodeLinks
+
 
 class Lease(msgspec.Struct, omit_defaults=True, gc=False):
     """A KV transfer under way. Its blocks are reserved on both sides."""
@@ -81,3 +83,14 @@ def faulty_json(links: Iterable[Link]) -> list[dict[str, Any]]:
         }
         for link in sorted(links, key=lambda link: link.key)
     ]
+
+
+def topology_json(links: NodeLinks) -> dict[str, Any]:
+    return {
+        "node": links.node,
+        "links": list(links.links),
+        "rate_bytes_s": links.rate,
+        "leaf": links.leaf,
+        "domain": links.domain or links.node,
+        "domain_rate_bytes_s": links.domain_rate,
+    }

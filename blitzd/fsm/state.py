@@ -11,10 +11,11 @@ from typing import Any, Self
 
 import msgspec
 
+from blitzd.events.topology_events import NodeLinks
 from blitzd.fsm.agent import Agent, agents_json
 from blitzd.fsm.entities import RESUME_CAUSES, Node, Pair, Replica, Request
 from blitzd.fsm.index import Index
-from blitzd.fsm.link import Lease, Link, faulty_json, links_json
+from blitzd.fsm.link import Lease, Link, faulty_json, links_json, topology_json
 from blitzd.fsm.plan import Plan
 from blitzd.fsm.request import RequestState
 from blitzd.fsm.table import LOADING, ReplicaState
@@ -25,7 +26,7 @@ COUNTED = ("stale_notices", "link_faults", "kv_mismatches", "audits_failed", "in
 """Tallies that `/admin/state` shows beside the ends of requests."""
 
 
-Entity = Node | Replica | Request | Lease | Link | Pair | Plan | Agent
+Entity = Node | Replica | Request | Lease | Link | Pair | Plan | Agent | NodeLinks
 Key = tuple[str, str | int]
 
 
@@ -44,6 +45,8 @@ class ClusterState:
         self.plan = Plan()
         self.agents: dict[str, Agent] = {}
         """Of the nodes beside this one, those that are lost too."""
+        self.topology: dict[str, NodeLinks] = {}
+        """By node; of those that the configuration describes."""
         self._hashes: dict[Key, int] = {}
         self._dirty: set[Key] = {("node", 0)}
         self._sum = 0
@@ -126,7 +129,8 @@ class ClusterState:
         return f"{self._sum:064x}"
 
     def entity(self, kind: str, key: str | int) -> Entity | None:
-        """`kind` is node or plan (with key 0), replica, request, lease, link, pair or agent."""
+        """`kind` is node or plan (with key 0), replica, request, lease, link, pair, agent or
+        topology (with a node's name)."""
         if kind == "node":
             return self.node
         if kind == "plan":
@@ -138,6 +142,7 @@ class ClusterState:
             "link": self.links,
             "pair": self.pairs,
             "agent": self.agents,
+            "topology": self.topology,
         }
         entity: Entity | None = tables[kind].get(key)
         return entity
@@ -172,6 +177,7 @@ class ClusterState:
                 **{name: self.node.tallies.get(name, 0) for name in COUNTED},
             },
             "agents": agents_json(self.agents.values()),
+            "topology": [topology_json(links) for _, links in sorted(self.topology.items())],
             "replicas": [self._replica_json(r) for _, r in sorted(self.replicas.items())],
             "queue": {
                 "requests": len(index.queued),
@@ -236,6 +242,7 @@ class ClusterState:
                 self.plan,
                 list(self.links.values()),
                 list(self.agents.values()),
+                list(self.topology.values()),
             ),
             order="deterministic",
         )
@@ -257,6 +264,9 @@ class ClusterState:
         state.agents = {agent.node: agent for agent in snapshot.agents}
         for agent in state.agents:
             state.touch("agent", agent)
+        state.topology = {links.node: links for links in snapshot.topology}
+        for node in state.topology:
+            state.touch("topology", node)
         for replica in state.replicas:
             state.touch("replica", replica)
         for request in state.requests:
@@ -298,3 +308,4 @@ class _Snapshot(msgspec.Struct):
     plan: Plan = msgspec.field(default_factory=Plan)
     links: list[Link] = []
     agents: list[Agent] = []
+    topology: list[NodeLinks] = []

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from blitzd.control.policy import Policy
+from blitzd.events.types import NodeLinks
 from blitzd.fabric import PLAIN, Tls
 
 
@@ -52,6 +53,8 @@ class NodeConfig:
     step_deadline_s: float = 60.0
     """The same for one that answers and computes one step for so long."""
     drain_s: float = 30.0
+    topology: tuple[NodeLinks, ...] = ()
+    """In order of the nodes' names."""
     policy: Policy = field(default_factory=Policy)
 
     def replicas(self) -> tuple[tuple[str, str], ...]:

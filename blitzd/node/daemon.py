@@ -135,6 +135,7 @@ class NodeDaemon:
             self.config.policy.pairs(),
             CORE_VERSION,
             tuple(worker for worker in adopted if worker is not None),
+            self.config.topology,
         )
 
     async def _adopt(self, replica_id: str) -> tuple[str, int, int] | None:

@@ -9,9 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from blitzd.cli.config import to_toml
 from blitzd.cli.settings import Settings
 from blitzd.cli.settings_layers import KEYS, SettingsError, load
 from blitzd.engine.options import ReplicaOptions
+from blitzd.events.types import NodeLinks
 from blitzd.http.limits import DEFAULT_LIMITS
 from blitzd.http.server import ADMIN_PORT, PUBLIC_PORT
 from blitzd.node.config import NodeConfig
@@ -65,14 +67,18 @@ BESIDE = {
     "node.controller": (*AGENT[:2], AGENT[3]),
     "node.address": AGENT[3:],
 }
-VALUES = {"node.controller": "a:2", "baseline.preset": "impl_rdma"}
+VALUES: dict[str, Any] = {
+    "node.controller": "a:2",
+    "baseline.preset": "impl_rdma",
+    "topology.nodes": {"a": {"gbit_s": 100.0, "links": ["e0", "e1"], "leaf": "l", "domain": "d"}},
+}
 
 
 @pytest.mark.parametrize("key", KEYS.values(), ids=str)
 def test_every_key_can_be_set_in_all_three_ways(key: Any, file: Path) -> None:
     default = getattr(getattr(Settings(), key.section), key.name)
     value = VALUES.get(str(key)) or other_than(default, key.accepted)
-    encoded = msgspec.json.encode(value).decode()
+    encoded = to_toml(value)
     rest = BESIDE.get(str(key), ())
     file.write_text(f"[{key.section}]\n{key.name} = {encoded}\n")
     variable = f"BLITZD_{key.section}__{key.name}".upper()
@@ -82,7 +88,8 @@ def test_every_key_can_be_set_in_all_three_ways(key: Any, file: Path) -> None:
         load(None, rest, {variable: text}),
         load(None, (*rest, f"{key}={text}"), {}),
     ):
-        assert getattr(getattr(loaded.settings, key.section), key.name) == value
+        found = getattr(getattr(loaded.settings, key.section), key.name)
+        assert found == msgspec.convert(value, key.type)
 
 
 def other_than(default: Any, accepted: str) -> Any:
@@ -244,3 +251,54 @@ def test_a_silent_request_is_ended_by_its_own_deadline_first() -> None:
     settings = Settings()
     assert settings.http.stall_s * 1000 > settings.policy.request_deadline_ms
     assert settings.http.stall_s == DEFAULT_LIMITS.stall_s
+
+
+TOPOLOGY = """
+[topology.nodes.a]
+links = ["eth0", "eth1"]
+gbit_s = 100
+leaf = "l1"
+domain = "pod"
+domain_gbit_s = 3200
+[topology.nodes.b]
+gbit_s = 25
+"""
+
+
+def test_a_topology_is_a_table_for_each_node(file: Path) -> None:
+    file.write_text(TOPOLOGY)
+    assert load(file, (), {}).settings.topology.described() == (
+        NodeLinks("a", ("eth0", "eth1"), 12_500_000_000, "l1", "pod", 400_000_000_000),
+        NodeLinks("b", ("net",), 3_125_000_000),
+    )
+    shown = blitzd("config", "show", "-c", str(file))
+    assert shown.returncode == 0, shown.stderr
+    before = load(file, (), {}).settings.topology
+    file.write_text(shown.stdout)
+    assert load(file, (), {}).settings.topology == before
+
+
+@pytest.mark.parametrize(
+    ("nodes", "says"),
+    [
+        ("{a={gbit_s=0}}", ".a.gbit_s: 0; accepted: a number above 0, up to 1e+06"),
+        ("{a={}}", ".a.gbit_s: missing; accepted: a number above 0, up to 1e+06"),
+        ("{a={gbit_s=1,lnks=['e']}}", ".a.lnks: no such key; meant links?"),
+        ("{a={gbit_s=1,links=[]}}", ".a.links: []; accepted: a list of 1 to 16 strings"),
+        ("{a={gbit_s=1,links=['e','e']}}", ".a.links: ['e', 'e']; accepted: each once"),
+        ("{a=1}", ".a: 1; accepted: a table"),
+        ("{'a b'={gbit_s=1}}", ": 'a b'; accepted: names of a host name's characters"),
+        ("1", ": 1; accepted: a table [topology.nodes.NAME] for each, with the keys below"),
+        (
+            "{a={gbit_s=1,domain='d'},b={gbit_s=1,domain='d',domain_gbit_s=2}}",
+            ".b.domain_gbit_s: 2; accepted: 0, as a, which is of the same domain",
+        ),
+    ],
+)
+def test_what_is_wrong_in_a_topology_is_named_by_its_key(nodes: str, says: str) -> None:
+    assert problems(assignments=(f"topology.nodes={nodes}",)) == [f"--set: topology.nodes{says}"]
+
+
+def test_an_agent_leaves_the_topology_to_its_controller() -> None:
+    found = problems(assignments=(*AGENT, "topology.nodes={b={gbit_s=1}}"))
+    assert "topology.nodes: given, but node.role is agent; accepted: at the controller" in found[0]

@@ -21,6 +21,9 @@ class Harness:
     def __init__(self, **policy: int) -> None:
         self.core = Core(ClusterState())
         self.policy = Policy(**policy)
+        self.topology: tuple[ev.NodeLinks, ...] = ()
+        """Of boots to come."""
+        self.boots = 0
         self.now = 0
         self.sent: dict[int, int] = {}
         """Output tokens that clients have got."""
@@ -62,8 +65,12 @@ class Harness:
 
     def boot(self, *roles: str, adopted: tuple[tuple[str, int, int], ...] = ()) -> list[Payload]:
         replicas = tuple((f"r{i}", role) for i, role in enumerate(roles))
+        self.boots += 1
+        policy = self.policy.pairs()
         return self.feed(
-            ev.Booted(1, "test", "local", replicas, self.policy.pairs(), CORE_VERSION, adopted)
+            ev.Booted(
+                self.boots, "test", "local", replicas, policy, CORE_VERSION, adopted, self.topology
+            )
         )
 
     def attach(self, replica_id: str, pid: int = 100) -> list[Payload]:

@@ -152,6 +152,7 @@ class ScriptedNode:
             "links": [],
             "faulty_links": [],
             "agents": [],
+            "topology": [],
             "node": dict.fromkeys(COUNTED, 0),
             "plan": plan_json(ClusterState()),
         }
