@@ -26,7 +26,9 @@ class Timed:
     def __init__(self, replicas: int) -> None:
         share = replicas * 2 // 5
         self.replicas = replicas
-        self.core: Core = large(share, share, replicas - 2 * share, scale_down_window_ms=86_400_000)
+        counts = (share, share, replicas - 2 * share)
+        # Weights move from replica to replica, so that each load has its place in a chain.
+        self.core: Core = large(*counts, scale_down_window_ms=86_400_000, ladder_map=0)
         self.now = 0
         self.request = 0
         self.took: dict[str, list[float]] = {}

@@ -56,7 +56,7 @@ def _agent(agent: dict[str, Any]) -> str:
 
 
 def _links(node: dict[str, Any]) -> str:
-    names = ", ".join(node["links"])
+    names = ", ".join(link["name"] for link in node["links"])
     found = f"links  {node['node']}  {names}: {_gbit_s(node['rate_bytes_s'])} each"
     if node["leaf"]:
         found += f", leaf {node['leaf']}"

@@ -6,6 +6,7 @@ from blitzd.control import multicast
 from blitzd.control.topology import topology_of
 from blitzd.control.turn import Turn
 from blitzd.fsm import ClusterState, Replica, ReplicaState
+from blitzd.fsm.flow import link_of, traffic
 from blitzd.fsm.table import LOADING, WITHOUT_WEIGHTS
 
 S = ReplicaState
@@ -26,7 +27,11 @@ def chains(
     """Of each target that a chain reaches, in the order in which the bytes pass them."""
     replicas = turn.state.replicas
     planned = multicast.plan(
-        topology_of(turn.state), [r.id for r in sources], [r.id for r in targets], busy
+        topology_of(turn.state, (*sources, *targets)),
+        [r.id for r in sources],
+        [r.id for r in targets],
+        busy,
+        busy_links(turn),
     )
     found: dict[str, Upstream] = {}
     for chain in planned:
@@ -55,10 +60,38 @@ def givers(turn: Turn, targets: Sequence[Replica]) -> list[Replica]:
 
 
 def kv_leaves(turn: Turn, givers: Sequence[Replica]) -> set[str]:
-    """Those whose egress is spoken for, as the policy sees it."""
+    """Those whose egress is spoken for, as the policy sees it: for KV, or by KV that leaves it
+    now, as that of a decode which shuts does."""
     if turn.policy.ladder_prefills_give:
         return set()
-    return {replica.id for replica in givers if replica.state in KV_LEAVES}
+    leaving = {lease.source for lease in turn.state.leases.values()}
+    return {r.id for r in givers if r.state in KV_LEAVES or r.id in leaving}
+
+
+def busy_links(turn: Turn) -> set[str]:
+    """Described links whose egress carries something, or is for KV: those that several replicas
+    share, and where one of them could get in the way of another."""
+    state = turn.state
+    if not state.topology:
+        return set()
+    found = {way.link for way, _ in traffic(state) if way.direction == "out"}
+    if not turn.policy.ladder_prefills_give:
+        found |= {link_of(state, replica) for replica in state.in_states(*KV_LEAVES)}
+    return found
+
+
+def one_a_link(turn: Turn, givers: Sequence[Replica]) -> list[Replica]:
+    """Those that may all give over the network at a time."""
+    state, busy = turn.state, busy_links(turn)
+    if not state.topology:
+        return list(givers)
+    found = []
+    for replica in givers:
+        link = link_of(state, replica)
+        if link not in busy:
+            busy.add(link)
+            found.append(replica)
+    return found
 
 
 def _holds(replica: Replica) -> bool:

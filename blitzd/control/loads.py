@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from blitzd.control import host_cache
 from blitzd.control.commands import LoadModel
-from blitzd.control.holders import Upstream, chains, from_source, givers, kv_leaves
+from blitzd.control.holders import Upstream, chains, from_source, givers, kv_leaves, one_a_link
 from blitzd.control.ladder import is_off
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
@@ -100,7 +100,7 @@ def _point_to_point(turn: Turn, targets: Sequence[Replica]) -> Sources:
     """Each source gives to one: no more loads at a time than there are sources."""
     holders = [r for r in givers(turn, targets) if r.state not in LOADING]
     busy = kv_leaves(turn, holders)
-    free = [replica for replica in holders if replica.id not in busy]
+    free = one_a_link(turn, [replica for replica in holders if replica.id not in busy])
     return {target.id: from_source(source) for target, source in zip(targets, free, strict=False)}
 
 

@@ -4,7 +4,8 @@ A chain S -> T1 -> T2 -> ... takes about as long as one transfer, however long i
 every target forwards what arrives (its links are full duplex). The greedy, after the paper's
 section 5.1:
 
-1. Drop sources whose egress carries serving traffic (a prefill's KV leaves that way).
+1. Drop sources whose egress carries serving traffic (a prefill's KV leaves that way). One
+   that shares such a link, or a link with another chain's, gives inside of its domain only.
 2. Group targets by scale-up domain, fastest group first: within a domain one copy from the
    network is enough, the rest is free beside it.
 3. Hang each group onto the end of the chain that brings it the weights fastest; among equals
@@ -40,8 +41,12 @@ class _End(NamedTuple):
 class _Ends:
     """Ends of chains by domain, by leaf and all together; used ones are skipped lazily."""
 
-    def __init__(self, topology: Topology, sources: Iterable[str]) -> None:
+    def __init__(
+        self, topology: Topology, sources: Iterable[str], busy_links: Collection[str]
+    ) -> None:
         self._topology = topology
+        self._busy = set(busy_links)
+        """Links whose egress is in use."""
         self._heaps: dict[tuple[str, str], list[_End]] = defaultdict(list)
         self._used: set[str] = set()
         for source in sources:
@@ -66,6 +71,9 @@ class _Ends:
         found = inside or self._best_across(device.leaf, device.rate)
         if found is not None:
             self._used.add(found.device)
+            link = self._topology.devices[found.device].link
+            if link and inside is None:
+                self._busy.add(link)
         return found
 
     def _best_across(self, leaf: str, rate: int) -> _End | None:
@@ -77,9 +85,14 @@ class _Ends:
 
     def _best(self, kind: str, name: str) -> _End | None:
         heap = self._heaps.get((kind, name), [])
-        while heap and heap[0].device in self._used:
+        while heap and not self._is_end(heap[0].device, kind != "domain"):
             heapq.heappop(heap)
         return heap[0] if heap else None
+
+    def _is_end(self, device: str, across: bool) -> bool:
+        if device in self._used:
+            return False
+        return not (across and self._busy and self._topology.devices[device].link in self._busy)
 
 
 def plan(
@@ -87,19 +100,25 @@ def plan(
     sources: Iterable[str],
     targets: Collection[str],
     busy_egress: Collection[str] = (),
+    busy_links: Collection[str] = (),
 ) -> list[Chain]:
-    """Chains that bring every target the weights once; none when no source is left.
+    """Chains that bring every target the weights once, but those that no source is left for.
 
     `sources` hold the weights, or are the end of a chain that is under way, with a free
     egress except for those in `busy_egress`, whose outbound link carries serving traffic.
+    Nothing leaves a domain over `busy_links`.
     """
-    ends = _Ends(topology, [source for source in sources if source not in busy_egress])
+    free = [source for source in sources if source not in busy_egress]
+    ends = _Ends(topology, free, busy_links)
     chains: dict[str, list[str]] = {}
     heads: dict[str, str] = {}
-    for group in _groups(topology, targets):
-        end = ends.take(group)
-        if end is None:
-            return []
+    reached: set[str] = set()
+    groups = _groups(topology, targets, busy_links)
+    # Those that find no end at first may hang onto one that came after them.
+    for group in (*groups, *groups):
+        if group[0] in reached or (end := ends.take(group)) is None:
+            continue
+        reached.add(group[0])
         head = heads.pop(end.device, end.device)
         chains.setdefault(head, []).extend(group)
         heads[group[-1]] = head
@@ -108,14 +127,17 @@ def plan(
     return [Chain(head, tuple(chain)) for head, chain in chains.items()]
 
 
-def _groups(topology: Topology, targets: Collection[str]) -> list[list[str]]:
-    """By domain, the greatest sum of rates first; within a group the fastest first."""
-    groups: dict[str, list[tuple[int, str]]] = defaultdict(list)
+def _groups(
+    topology: Topology, targets: Collection[str], busy_links: Collection[str]
+) -> list[list[str]]:
+    """By domain, the greatest sum of rates first. Within a group the fastest first, but before
+    them those that could not give what they get to another domain."""
+    groups: dict[str, list[tuple[bool, int, str]]] = defaultdict(list)
     for target in targets:
         device = topology.devices[target]
-        groups[device.domain].append((-device.rate, target))
-    by_sum = sorted((sum(rate for rate, _ in group), d) for d, group in groups.items())
-    return [[target for _, target in sorted(groups[domain])] for _, domain in by_sum]
+        groups[device.domain].append((device.link not in busy_links, -device.rate, target))
+    by_sum = sorted((sum(rate for _, rate, _ in group), d) for d, group in groups.items())
+    return [[target for _, _, target in sorted(groups[domain])] for _, domain in by_sum]
 
 
 def arrivals(topology: Topology, chain: Chain, size: int, chunk: int) -> list[float]:

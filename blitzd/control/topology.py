@@ -1,13 +1,12 @@
 """The machines as the planner of transfers sees them: devices, their links, what joins them."""
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
-from blitzd.fsm import ClusterState
+from blitzd.fsm import ClusterState, Replica
 
 
 class Device(NamedTuple):
@@ -40,19 +39,20 @@ class Topology:
         return min(a.rate, b.rate)
 
 
-def topology_of(state: ClusterState) -> Topology:
-    """As the configuration describes it. A node that it leaves out is a domain by itself, and
-    each of its replicas has a link, as fast as the slowest that is described."""
+def topology_of(state: ClusterState, replicas: Iterable[Replica]) -> Topology:
+    """Of these replicas' devices, as the configuration describes it. A node that it leaves out
+    is a domain by itself, and each of its replicas has a link, as fast as the slowest that is
+    described."""
     described = state.topology
     slowest = min((links.rate for links in described.values()), default=1)
     fastest = max((links.rate for links in described.values()), default=1)
     devices = {}
-    for replica in state.replicas.values():
+    for replica in replicas:
         links = described.get(replica.node)
         if links is None:
             devices[replica.id] = Device(replica.node, "", slowest)
         else:
-            domain, link = links.domain or links.node, link_of(replica.id, links)
+            domain, link = links.domain or links.node, links.link_of(replica.id)
             devices[replica.id] = Device(domain, links.leaf, links.rate, link)
     rates = {
         links.domain or links.node: links.domain_rate
@@ -60,12 +60,6 @@ def topology_of(state: ClusterState) -> Topology:
         if links.domain_rate
     }
     return Topology(devices, 2 * fastest, rates)
-
-
-def link_of(replica: str, links: ev.NodeLinks) -> str:
-    """The same for every epoch of a replica; as it takes its turn on the node's devices."""
-    last = re.findall(r"\d+", replica)[-1:] or ["0"]
-    return f"{links.node}/{links.links[int(last[0]) % len(links.links)]}"
 
 
 def describe(turn: Turn, nodes: tuple[ev.NodeLinks, ...]) -> None:

@@ -1,5 +1,7 @@
 """Events about the network between nodes (170-179)."""
 
+import re
+
 import msgspec
 
 from blitzd.events.record import Durability, Kind, Payload, record_type
@@ -20,6 +22,12 @@ class NodeLinks(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Of scale-up; empty: the node alone."""
     domain_rate: int = 0
     """Bytes a second inside the domain; 0: not told, but more than over a link."""
+
+    def link_of(self, replica: str) -> str:
+        """NODE/LINK of a replica there, the same for all of its epochs: they take turns, as on
+        the node's devices."""
+        last = re.findall(r"\d+", replica)[-1:] or ["0"]
+        return f"{self.node}/{self.links[int(last[0]) % len(self.links)]}"
 
 
 @record_type(170, Kind.EVENT, Durability.ACK)

@@ -101,6 +101,11 @@ class Replica(msgspec.Struct, omit_defaults=True, gc=False):
     """Since when its worker holds something without a request; 0: as far as known, nothing."""
     audits_failed: int = 0
     """In a row."""
+    kv_in: int = 0
+    """Bytes of hand-overs that have ended well, and of weights that came from replicas."""
+    kv_out: int = 0
+    weights_in: int = 0
+    weights_out: int = 0
     since_seq: int = 0
     """The event that led to this state, and what caused that event."""
     cause_seq: int = 0

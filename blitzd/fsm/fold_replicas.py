@@ -2,6 +2,7 @@
 
 from blitzd.events import types as ev
 from blitzd.events.record import Record
+from blitzd.fsm import flow
 from blitzd.fsm.entities import Replica
 from blitzd.fsm.folding import (
     IllegalEvent,
@@ -123,10 +124,11 @@ def _(state: ClusterState, event: ev.LoadStarted, record: Record) -> None:
 @folds(ev.LoadProgressed)
 def _(state: ClusterState, event: ev.LoadProgressed, record: Record) -> None:
     replica = replica_of(state, event.replica, event.epoch)
-    replica.layers_ready, replica.layers_total = event.layers_ready, event.layers_total
-    replica.bytes_loaded, replica.bytes_total = event.bytes_loaded, event.bytes_total
     if replica.peers:
         replica.source = event.source or replica.source
+    flow.weights_moved(state, replica, event.bytes_loaded)
+    replica.layers_ready, replica.layers_total = event.layers_ready, event.layers_total
+    replica.bytes_loaded, replica.bytes_total = event.bytes_loaded, event.bytes_total
     if event.blocks_total:
         replica.block_tokens, replica.blocks_total = event.block_tokens, event.blocks_total
     state.touch("replica", replica.id)
@@ -136,6 +138,7 @@ def _(state: ClusterState, event: ev.LoadProgressed, record: Record) -> None:
 def _(state: ClusterState, event: ev.LoadFinished, record: Record) -> None:
     replica = replica_of(state, event.replica, event.epoch)
     move(replica, event.trigger, record)
+    flow.weights_moved(state, replica, event.bytes_total)
     replica.digest, replica.source = event.digest, event.source
     replica.layers_ready = replica.layers_total = event.layers_total
     replica.bytes_loaded = replica.bytes_total = event.bytes_total

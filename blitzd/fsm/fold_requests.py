@@ -2,7 +2,7 @@
 
 from blitzd.events import types as ev
 from blitzd.events.record import Record
-from blitzd.fsm import fold_plan
+from blitzd.fsm import flow, fold_plan
 from blitzd.fsm.entities import Loss, Replica, Request
 from blitzd.fsm.folding import IllegalEvent, count, folds, lease_of, replica_of, request_of
 from blitzd.fsm.link import Lease
@@ -114,6 +114,7 @@ def _(state: ClusterState, event: ev.MigrationFinished, record: Record) -> None:
     request = request_of(state, lease.request_id)
     request.state = next_request_state(request.id, request.state, "arrived")
     fold_plan.moved(state, request, lease, record.mono_ns)
+    flow.kv_moved(state, lease, event.bytes_moved)
     request.source, request.source_epoch, request.source_blocks = "", 0, 0
     request.moving = ""
     _close(state, lease, request)

@@ -5,8 +5,6 @@ from typing import Any
 
 import msgspec
 
-from blitzd.events.topology_events import NodeLinks
-
 
 class Lease(msgspec.Struct, omit_defaults=True, gc=False):
     """A KV transfer under way. Its blocks are reserved on both sides."""
@@ -54,22 +52,6 @@ def link_key(source: str, target: str) -> str:
     return f"{source}>{target}"
 
 
-def links_json(leases: Iterable[Lease], feeds: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Links in use; `feeds` are the (source, target) of weights."""
-    using: dict[tuple[str, str], list[int]] = {}
-    for lease in leases:
-        using.setdefault((lease.source, lease.target), []).append(lease.id)
-    kv = [
-        {"source": source, "target": target, "carries": "kv", "leases": ids}
-        for (source, target), ids in sorted(using.items())
-    ]
-    weights = [
-        {"source": source, "target": target, "carries": "weights", "leases": []}
-        for source, target in sorted(feeds)
-    ]
-    return [*kv, *weights]
-
-
 def faulty_json(links: Iterable[Link]) -> list[dict[str, Any]]:
     """Links whose last hand-over failed."""
     return [
@@ -83,14 +65,3 @@ def faulty_json(links: Iterable[Link]) -> list[dict[str, Any]]:
         }
         for link in sorted(links, key=lambda link: link.key)
     ]
-
-
-def topology_json(links: NodeLinks) -> dict[str, Any]:
-    return {
-        "node": links.node,
-        "links": list(links.links),
-        "rate_bytes_s": links.rate,
-        "leaf": links.leaf,
-        "domain": links.domain or links.node,
-        "domain_rate_bytes_s": links.domain_rate,
-    }

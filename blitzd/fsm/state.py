@@ -14,8 +14,9 @@ import msgspec
 from blitzd.events.topology_events import NodeLinks
 from blitzd.fsm.agent import Agent, agents_json
 from blitzd.fsm.entities import RESUME_CAUSES, Node, Pair, Replica, Request
+from blitzd.fsm.flow import flow_json, links_json, moving, open_flows, topology_json
 from blitzd.fsm.index import Index
-from blitzd.fsm.link import Lease, Link, faulty_json, links_json, topology_json
+from blitzd.fsm.link import Lease, Link, faulty_json
 from blitzd.fsm.plan import Plan
 from blitzd.fsm.request import RequestState
 from blitzd.fsm.table import LOADING, ReplicaState
@@ -85,13 +86,6 @@ class ClusterState:
         feeders = (self.feeder(replica) for replica in self.in_states(*LOADING))
         return {source.id for source in feeders if source is not None}
 
-    def _feeds(self) -> list[tuple[str, str]]:
-        return [
-            (source.id, replica.id)
-            for replica in self.in_states(*LOADING)
-            if (source := self.feeder(replica))
-        ]
-
     def in_states(self, *states: ReplicaState, role: str = "") -> list[Replica]:
         """By id; with a role only those that have it."""
         found = [
@@ -158,7 +152,7 @@ class ClusterState:
         }
         for request in self.requests.values():
             by_state[request.state.value] += 1
-        index = self.index
+        index, now = self.index, moving(open_flows(self))
         return {
             "seq": self.seq,
             "hash": self.hash(),
@@ -177,8 +171,11 @@ class ClusterState:
                 **{name: self.node.tallies.get(name, 0) for name in COUNTED},
             },
             "agents": agents_json(self.agents.values()),
-            "topology": [topology_json(links) for _, links in sorted(self.topology.items())],
-            "replicas": [self._replica_json(r) for _, r in sorted(self.replicas.items())],
+            "topology": topology_json(self),
+            "replicas": [
+                self._replica_json(r) | {"flow": flow_json(r, now)}
+                for _, r in sorted(self.replicas.items())
+            ],
             "queue": {
                 "requests": len(index.queued),
                 "tokens": index.tokens[RequestState.QUEUED],
@@ -187,7 +184,7 @@ class ClusterState:
             "resumes": {
                 cause: self.node.tallies.get(f"resumed_{cause}", 0) for cause in RESUME_CAUSES
             },
-            "links": links_json(self.leases.values(), self._feeds()),
+            "links": links_json(self),
             "faulty_links": faulty_json(self.links.values()),
             "pairs": [
                 {"id": pair.id, "new": pair.new, "old": pair.old, "cap": pair.cap}

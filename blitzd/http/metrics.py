@@ -10,13 +10,14 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
-    GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
 
 import blitzd
+from blitzd.http.flow_metrics import flow_metrics
+from blitzd.http.metric_families import counters, gauge, gauges
 from blitzd.node.face import HistogramData, NodeFace
 
 REPLICA_STATES = (
@@ -71,23 +72,24 @@ class NodeCollector(Collector):
         yield from self._node_metrics(state)
         yield from _request_metrics(state)
         yield from _replica_metrics(state)
+        yield from flow_metrics(state)
         yield from _plan_metrics(state["plan"])
         yield from self._latencies()
 
     def _node_metrics(self, state: dict[str, Any]) -> Iterator[Metric]:
         health = self._node.health()
-        yield _labelled(
+        yield gauges(
             "blitzd_build_info", "Version of the daemon", ["version"], [((blitzd.__version__,), 1)]
         )
-        yield _labelled(
+        yield gauges(
             "blitzd_model_info",
             "Models served here",
             ["model", "digest"],
             [((card.name, card.digest), 1) for card in self._node.models],
         )
-        yield _gauge("blitzd_ready", "1 when a request sent now would be served", health.ready)
-        yield _gauge("blitzd_draining", "1 while the daemon drains", health.draining)
-        yield _gauge("blitzd_log_seq", "Sequence number of the last folded event", state["seq"])
+        yield gauge("blitzd_ready", "1 when a request sent now would be served", health.ready)
+        yield gauge("blitzd_draining", "1 while the daemon drains", health.draining)
+        yield gauge("blitzd_log_seq", "Sequence number of the last folded event", state["seq"])
 
     def _latencies(self) -> Iterator[Metric]:
         seen = self._node.observations()
@@ -103,77 +105,75 @@ class NodeCollector(Collector):
 
 def _request_metrics(state: dict[str, Any]) -> Iterator[Metric]:
     counts: dict[str, int] = state["requests"]
-    yield _labelled(
+    yield gauges(
         "blitzd_requests_open",
         "Requests that have not ended, by state",
         ["state"],
         [((name,), count) for name, count in counts.items() if name not in END_STATES],
     )
-    ended = CounterMetricFamily(
-        "blitzd_requests_total", "Requests that have ended, by how", labels=["state"]
+    yield counters(
+        "blitzd_requests_total",
+        "Requests that have ended, by how",
+        ["state"],
+        [((name,), counts.get(name, 0)) for name in END_STATES],
     )
-    for name in END_STATES:
-        ended.add_metric([name], counts.get(name, 0))
-    yield ended
-    resumes = CounterMetricFamily(
+    yield counters(
         "blitzd_request_resumes_total",
         "Requests that were begun anew after what they had on a replica was lost, by cause",
-        labels=["cause"],
+        ["cause"],
+        [((cause,), count) for cause, count in state["resumes"].items()],
     )
-    for cause, count in state["resumes"].items():
-        resumes.add_metric([cause], count)
-    yield resumes
     queue = state["queue"]
-    yield _gauge("blitzd_queue_requests", "Requests that wait for a prefill", queue["requests"])
-    yield _gauge("blitzd_queue_tokens", "Tokens that wait for a prefill", queue["tokens"])
+    yield gauge("blitzd_queue_requests", "Requests that wait for a prefill", queue["requests"])
+    yield gauge("blitzd_queue_tokens", "Tokens that wait for a prefill", queue["tokens"])
 
 
 def _replica_metrics(state: dict[str, Any]) -> Iterator[Metric]:
     replicas: list[dict[str, Any]] = state["replicas"]
     by_state = Counter(dict.fromkeys(REPLICA_STATES, 0))
     by_state.update(replica["state"] for replica in replicas)
-    yield _labelled(
+    yield gauges(
         "blitzd_replicas",
         "Replicas, by state",
         ["state"],
         [((name,), count) for name, count in by_state.items()],
     )
     for name, key, documentation in _REPLICA_GAUGES:
-        yield _labelled(
+        yield gauges(
             f"blitzd_replica_{name}",
             documentation,
             ["replica"],
             [((str(replica["id"]),), replica[key]) for replica in replicas],
         )
-    yield _labelled(
+    yield gauges(
         "blitzd_node_up",
         "1 while the agent of another node is in contact, 0 once it is lost",
         ["node"],
         [((agent["node"],), agent["phase"] == "present") for agent in state["agents"]],
     )
-    yield _gauge("blitzd_links", "Links between replicas in use", len(state["links"]))
+    yield gauge("blitzd_links", "Links between replicas in use", len(state["links"]))
     faulty: list[dict[str, Any]] = state["faulty_links"]
-    yield _labelled(
+    yield gauges(
         "blitzd_link_faults",
         "Hand-overs in a row that failed over the link; none when the last one succeeded",
         ["source", "target", "fault"],
         [((link["source"], link["target"], link["fault"]), link["faults"]) for link in faulty],
     )
     cooling = sum(bool(link["cool_until_ns"]) for link in faulty)
-    yield _gauge("blitzd_links_cooling", "Links that nothing goes over for a while", cooling)
+    yield gauge("blitzd_links_cooling", "Links that nothing goes over for a while", cooling)
     for name, key, documentation in _NODE_COUNTERS:
         yield CounterMetricFamily(f"blitzd_{name}", documentation, value=state["node"][key])
 
 
 def _plan_metrics(plan: dict[str, Any]) -> Iterator[Metric]:
     roles: dict[str, dict[str, Any]] = plan["roles"]
-    yield _labelled(
+    yield gauges(
         "blitzd_scale_wanted",
         "Replicas of the role that are wanted; 0: as configured",
         ["role"],
         [((role,), shown["wanted"]) for role, shown in roles.items()],
     )
-    yield _labelled(
+    yield gauges(
         "blitzd_scale_replicas",
         "Replicas of the role that serve, are on the way to it, or have failed",
         ["role", "standing"],
@@ -183,25 +183,9 @@ def _plan_metrics(plan: dict[str, Any]) -> Iterator[Metric]:
             for standing in ("ready", "loading", "dead")
         ],
     )
-    yield _gauge("blitzd_scale_spares", "Replicas that could be given a role", plan["spare"])
-    yield _gauge("blitzd_autoscale", "1 while the planner decides", plan["autoscale"])
-    yield _gauge("blitzd_scale_pinned", "1 while an operator's counts hold", plan["pinned"])
-
-
-def _gauge(name: str, documentation: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, documentation, value=float(value))
-
-
-def _labelled(
-    name: str,
-    documentation: str,
-    labels: list[str],
-    samples: list[tuple[tuple[str, ...], float]],
-) -> Metric:
-    family = GaugeMetricFamily(name, documentation, labels=labels)
-    for values, value in samples:
-        family.add_metric(values, value)
-    return family
+    yield gauge("blitzd_scale_spares", "Replicas that could be given a role", plan["spare"])
+    yield gauge("blitzd_autoscale", "1 while the planner decides", plan["autoscale"])
+    yield gauge("blitzd_scale_pinned", "1 while an operator's counts hold", plan["pinned"])
 
 
 def _histogram(name: str, documentation: str, data: HistogramData) -> Metric:

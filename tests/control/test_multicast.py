@@ -125,6 +125,65 @@ def test_a_prefill_that_emits_kv_gives_no_weights() -> None:
     assert plan(made, ["d000", "d001"], ["d002"], {"d000"}) == [Chain("d001", ("d002",))]
 
 
+def sharing(*devices: tuple[str, str, str]) -> Topology:
+    """(name, domain, link) each."""
+    made = {name: Device(domain, "", 12 * GB, link) for name, domain, link in devices}
+    return Topology(made, scale_up_rate=200 * GB)
+
+
+TWO_ON_ONE = (("a", "n0", "n0/e0"), ("b", "n0", "n0/e0"))
+TWO_OTHERS = (("t", "n1", "n1/e0"), ("u", "n2", "n2/e0"))
+
+
+def test_two_on_one_link_are_one_source_for_the_network() -> None:
+    made = sharing(*TWO_ON_ONE, *TWO_OTHERS)
+    assert plan(made, ["a", "b"], ["t", "u"]) == [Chain("a", ("t", "u"))]
+    apart = sharing(("a", "n0", "n0/e0"), ("b", "n0", "n0/e1"), *TWO_OTHERS)
+    assert plan(apart, ["a", "b"], ["t", "u"]) == [Chain("a", ("t",)), Chain("b", ("u",))]
+
+
+def test_over_a_link_with_kv_on_it_nothing_leaves_the_domain() -> None:
+    made = sharing(*TWO_ON_ONE, *TWO_OTHERS)
+    assert plan(made, ["a"], ["b", "t"], busy_links={"n0/e0"}) == [Chain("a", ("b",))]
+
+
+def test_a_chain_leaves_a_domain_by_one_whose_link_is_free() -> None:
+    made = sharing(("a", "n0", "n0/e0"), ("b", "n0", "n0/e1"), ("c", "n0", "n0/e0"), *TWO_OTHERS)
+    [chain] = plan(made, ["a"], ["b", "c", "t"], busy_links={"n0/e0"})
+    assert chain == Chain("a", ("c", "b", "t"))
+
+
+@st.composite
+def shared_links(draw: st.DrawFn) -> tuple[Topology, list[str], list[str], set[str]]:
+    nics = draw(st.integers(1, 3))
+    places = draw(st.lists(st.tuples(st.integers(0, 4), st.integers(0, nics - 1)), max_size=20))
+    roles = draw(st.lists(st.sampled_from("ht."), min_size=len(places), max_size=len(places)))
+    devices = [(f"d{i:02}", f"n{n}", f"n{n}/e{e}") for i, (n, e) in enumerate(places)]
+    named = dict(zip((name for name, _, _ in devices), roles, strict=True))
+    links = sorted({link for _, _, link in devices})
+    busy = draw(st.sets(st.sampled_from(links))) if links else set()
+    of = {role: [name for name in named if named[name] == role] for role in "ht"}
+    return sharing(*devices), of["h"], of["t"], busy
+
+
+@given(shared_links())
+def test_no_way_out_of_a_node_carries_two_things(cluster) -> None:
+    made, holders, targets, busy = cluster
+    chains = plan(made, holders, targets, busy_links=busy)
+    reached = [target for chain in chains for target in chain.targets]
+    assert len(reached) == len(set(reached)) and set(reached) <= set(targets)
+    hops = [pair for c in chains for pair in zip((c.source, *c.targets), c.targets, strict=False)]
+    at = made.devices
+    across = [(a, b) for a, b in hops if at[a].domain != at[b].domain]
+    out, into = [at[a].link for a, _ in across], [at[b].domain for _, b in across]
+    assert len(out) == len(set(out)) and not busy & set(out)
+    assert len(into) == len(set(into))
+    # A domain that has the weights gets them from nowhere else, and never goes without.
+    sourced = {at[name].domain for name in holders}
+    assert not sourced & set(into)
+    assert {t for t in targets if at[t].domain in sourced} <= set(reached)
+
+
 @pytest.mark.parametrize("holders", [1, 2000])
 def test_ten_thousand_replicas_on_1250_nodes_are_planned_within_50_ms(holders) -> None:
     made = topology([12 * GB] * 10_000, per_domain=8, per_leaf=32)

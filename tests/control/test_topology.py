@@ -1,10 +1,12 @@
 """What the configuration says of the network is in the log, in the state, and in plans."""
 
+from collections.abc import Iterable
+
 from blitzd.cli.status import lines_of
 from blitzd.control.redecide import redecide
-from blitzd.control.topology import Device, link_of, topology_of
+from blitzd.control.topology import Device, topology_of
 from blitzd.events import types as ev
-from blitzd.fsm import ClusterState
+from blitzd.fsm import ClusterState, Replica
 from tests.control.harness import Harness, only, refold
 
 GB = 10**9
@@ -23,8 +25,13 @@ def world(*topology: ev.NodeLinks) -> Harness:
     return made
 
 
+def cluster(*topology: ev.NodeLinks) -> tuple[ClusterState, Iterable[Replica]]:
+    state = world(*topology).state
+    return state, state.replicas.values()
+
+
 def test_a_described_node_has_its_links_shared_by_its_replicas_in_turns() -> None:
-    found = topology_of(world(A, B).state)
+    found = topology_of(*cluster(A, B))
     assert [found.devices[name] for name in ("a.r0", "a.r1", "b.r0", "b.r1")] == [
         Device("pod", "l1", 12 * GB, "a/e0"),
         Device("pod", "l1", 12 * GB, "a/e1"),
@@ -35,7 +42,7 @@ def test_a_described_node_has_its_links_shared_by_its_replicas_in_turns() -> Non
 
 
 def test_a_node_that_is_left_out_is_alone_and_as_slow_as_the_slowest() -> None:
-    found = topology_of(world(A, B).state)
+    found = topology_of(*cluster(A, B))
     assert found.devices["c.r0"] == Device("c", "", 3 * GB)
     assert found.rate("c.r0", "a.r0") == 3 * GB
     # Inside a node nothing goes over a link, however fast those are.
@@ -43,7 +50,7 @@ def test_a_node_that_is_left_out_is_alone_and_as_slow_as_the_slowest() -> None:
 
 
 def test_without_a_description_all_links_are_alike() -> None:
-    found = topology_of(world().state)
+    found = topology_of(*cluster())
     assert {d._replace(domain="") for d in found.devices.values()} == {Device("", "", 1)}
     assert found.devices["r0"].domain == "local"
     assert found.rate("a.r0", "a.r1") > found.rate("a.r0", "b.r0")
@@ -51,7 +58,7 @@ def test_without_a_description_all_links_are_alike() -> None:
 
 def test_a_replica_keeps_its_link_over_its_lives_and_whatever_its_node_is_called() -> None:
     links = ev.NodeLinks("gpu12", ("e0", "e1", "e2"), GB)
-    assert [link_of(f"gpu12.r{i}", links) for i in (0, 1, 2, 3)] == [
+    assert [links.link_of(f"gpu12.r{i}") for i in (0, 1, 2, 3)] == [
         "gpu12/e0",
         "gpu12/e1",
         "gpu12/e2",

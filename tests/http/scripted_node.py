@@ -239,4 +239,9 @@ def _replica(name: str, state: str, inflight: int) -> dict[str, Any]:
         "blocks_total": 64,
         "since_seq": 1,
         "cause_seq": 1,
+        "flow": {
+            f"{carries}_{direction}": {"bytes": 0, "open": 0}
+            for carries in ("kv", "weights")
+            for direction in ("in", "out")
+        },
     }

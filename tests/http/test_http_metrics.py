@@ -8,6 +8,8 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
+from blitzd.events import types as ev
+from tests.control.harness import Harness
 from tests.http.scripted_node import FOREVER, ScriptedNode, say
 from tests.http.served import Served, chat_body, eventually, post, served
 
@@ -142,3 +144,39 @@ def test_a_node_that_cannot_tell_its_state_is_a_500_not_an_empty_page() -> None:
         answer = server.ask("GET", "/metrics")
     assert answer.status == 500
     assert answer.error["code"] == "internal_error"
+
+
+def test_flows_are_told_by_replica_and_by_link() -> None:
+    world = Harness()
+    world.topology = (ev.NodeLinks("b", ("e0",), 10**9), ev.NodeLinks("local", ("e0",), 10**9))
+    world.serving("prefill")
+    offered = (("b.r0", "decode"),)
+    world.feed(ev.AgentJoined("b", 1, "10.0.0.2", "test", "x86_64", 2, 1024, offered))
+    world.attach("b.r0")
+    world.load("b.r0")
+    for request in (1, 2):
+        world.arrive(request)
+        world.first_token(request)
+    world.imported(1)
+    world.feed(ev.ImportProgressed(world.state.requests[2].lease_id, 400))
+
+    class Moving(ScriptedNode):
+        def state(self) -> dict[str, Any]:
+            return super().state() | world.state.to_json()
+
+    with served(Moving()) as server:
+        samples = scrape(server)
+    kv = "('carries', 'kv'), ('direction', '{}'), ('replica', '{}')"
+    for replica, direction in (("r0", "out"), ("b.r0", "in")):
+        labels = kv.format(direction, replica)
+        assert samples[f"blitzd_replica_flow_bytes_total[{labels}]"] == 1000
+        assert samples[f"blitzd_replica_flows[{labels}]"] == 1
+    assert samples[f"blitzd_replica_flow_bytes_total[{kv.format('in', 'r0')}]"] == 0
+    flow = "[('carries', 'kv'), ('source', 'r0'), ('target', 'b.r0')]"
+    assert samples[f"blitzd_flow_bytes{flow}"] == 400
+    for node, direction, count in (("local", "out", 1), ("b", "in", 1), ("b", "out", 0)):
+        labels = (
+            f"('carries', 'kv'), ('direction', '{direction}'), ('link', 'e0'), ('node', '{node}')"
+        )
+        assert samples[f"blitzd_network_link_flows[{labels}]"] == count
+    assert samples["blitzd_network_link_bytes_per_second[('link', 'e0'), ('node', 'b')]"] == 10**9

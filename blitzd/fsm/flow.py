@@ -1,0 +1,173 @@
+"""What moves between replicas: KV of open leases and weights of loads under way, how far each
+has come, and over which links of the network.
+
+All of it follows from leases and replicas. What has moved in the past is summed up in the fold
+(`kv_in` and its like of a replica), since leases and loads that have ended leave nothing.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from blitzd.fsm.entities import Replica
+from blitzd.fsm.link import Lease
+from blitzd.fsm.table import LOADING
+
+if TYPE_CHECKING:
+    from blitzd.fsm.state import ClusterState
+
+TOTALS_SINCE = 3
+"""The core's version. A log of one before folds to what it folded to then, without totals."""
+KINDS = ("kv", "weights")
+
+
+class Flow(NamedTuple):
+    source: str
+    target: str
+    carries: str
+    """kv or weights."""
+    moved: int
+    """Bytes, when the target last said so."""
+    total: int
+    """Bytes; 0: nobody has said."""
+    lease: int
+    """Of KV."""
+
+
+class Way(NamedTuple):
+    """One direction of one link."""
+
+    link: str
+    """NODE/LINK, or a replica that has one of its own."""
+    direction: str
+    """out or in, as seen from the node."""
+
+
+def open_flows(state: "ClusterState") -> list[Flow]:
+    """In order of leases, then of the replicas that load."""
+    kv = [
+        Flow(lease.source, lease.target, "kv", lease.bytes_moved, 0, lease.id)
+        for lease in state.leases.values()
+    ]
+    weights = [
+        Flow(source.id, replica.id, "weights", replica.bytes_loaded, replica.bytes_total, 0)
+        for replica in state.in_states(*LOADING)
+        if (source := state.feeder(replica))
+    ]
+    return kv + weights
+
+
+def domain_of(state: "ClusterState", replica: Replica) -> str:
+    """Of scale-up: what moves inside it goes over no link."""
+    links = state.topology.get(replica.node)
+    return replica.node if links is None else links.domain or links.node
+
+
+def link_of(state: "ClusterState", replica: Replica) -> str:
+    links = state.topology.get(replica.node)
+    return replica.id if links is None else links.link_of(replica.id)
+
+
+def ways(state: "ClusterState", source_id: str, target_id: str) -> tuple[Way, ...]:
+    """Those that what moves from one to the other takes up; none inside of a domain, or when
+    one of them is gone."""
+    source, target = state.replicas.get(source_id), state.replicas.get(target_id)
+    if source is None or target is None or domain_of(state, source) == domain_of(state, target):
+        return ()
+    return Way(link_of(state, source), "out"), Way(link_of(state, target), "in")
+
+
+def traffic(state: "ClusterState") -> Counter[tuple[Way, str]]:
+    """How many flows of each kind are on each way that is used."""
+    return Counter(
+        (way, flow.carries)
+        for flow in open_flows(state)
+        for way in ways(state, flow.source, flow.target)
+    )
+
+
+# Totals.
+
+
+def kv_moved(state: "ClusterState", lease: Lease, count: int) -> None:
+    _add(state, lease.target, "kv_in", count)
+    _add(state, lease.source, "kv_out", count)
+
+
+def weights_moved(state: "ClusterState", replica: Replica, arrived: int) -> None:
+    """`arrived` of the weights are there now. What a load that failed has left is not counted
+    again by the one that goes on with it."""
+    came = arrived - replica.bytes_loaded
+    resumed = not replica.bytes_loaded and replica.peer_failures
+    if replica.peers and came > 0 and not resumed:
+        _add(state, replica.id, "weights_in", came)
+        _add(state, replica.source, "weights_out", came)
+
+
+def _add(state: "ClusterState", replica_id: str, total: str, count: int) -> None:
+    replica = state.replicas.get(replica_id)
+    if replica is not None and state.node.core_version >= TOTALS_SINCE:
+        setattr(replica, total, getattr(replica, total) + count)
+        state.touch("replica", replica_id)
+
+
+# Outside forms.
+
+
+def links_json(state: "ClusterState") -> list[dict[str, Any]]:
+    """Between replicas, those in use: KV first, then weights, each by source and target."""
+    using: dict[tuple[str, str, str], list[Flow]] = {}
+    for flow in open_flows(state):
+        using.setdefault((flow.carries, flow.source, flow.target), []).append(flow)
+    return [
+        {
+            "source": source,
+            "target": target,
+            "carries": carries,
+            "leases": [flow.lease for flow in flows if flow.lease],
+            "bytes_moved": sum(flow.moved for flow in flows),
+            "bytes_total": sum(flow.total for flow in flows),
+            "over": [way.link for way in ways(state, source, target)],
+        }
+        for (carries, source, target), flows in sorted(using.items())
+    ]
+
+
+def topology_json(state: "ClusterState") -> list[dict[str, Any]]:
+    """Nodes that are described, and the flows on their links now."""
+    now = traffic(state)
+    return [
+        {
+            "node": node.node,
+            "links": [{"name": name} | _on_link(now, f"{node.node}/{name}") for name in node.links],
+            "rate_bytes_s": node.rate,
+            "leaf": node.leaf,
+            "domain": node.domain or node.node,
+            "domain_rate_bytes_s": node.domain_rate,
+        }
+        for _, node in sorted(state.topology.items())
+    ]
+
+
+def _on_link(now: Counter[tuple[Way, str]], link: str) -> dict[str, dict[str, int]]:
+    return {
+        direction: {carries: now[Way(link, direction), carries] for carries in KINDS}
+        for direction in ("out", "in")
+    }
+
+
+def moving(flows: Iterable[Flow]) -> Counter[tuple[str, str]]:
+    """How many of each kind each replica takes in and gives: by (replica, such as kv_in)."""
+    found: Counter[tuple[str, str]] = Counter()
+    for flow in flows:
+        found[flow.source, f"{flow.carries}_out"] += 1
+        found[flow.target, f"{flow.carries}_in"] += 1
+    return found
+
+
+def flow_json(replica: Replica, now: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
+    """Of one replica, by kind and direction: bytes until now, and transfers under way."""
+    return {
+        name: {"bytes": getattr(replica, name), "open": now[replica.id, name]}
+        for name in ("kv_in", "kv_out", "weights_in", "weights_out")
+    }
