@@ -20,7 +20,8 @@ def world(described: bool, nvlink: bool) -> Harness:
         made.topology = tuple(ev.NodeLinks(node, ("e0", "e1"), GB) for node in NODES)
     made.boot("prefill", "decode", "spare")
     for node in NODES:
-        offered = tuple((f"{node}.r{i}", ("decode", "spare", "spare")[i]) for i in range(3))
+        roles = ("decode" if node == "a" else "spare", "spare", "spare")
+        offered = tuple((f"{node}.r{i}", role) for i, role in enumerate(roles))
         made.feed(ev.AgentJoined(node, 1, "10.0.0.2", "test", "x86_64", 2, 1024, offered))
     for replica in list(made.state.replicas):
         made.attach(replica)

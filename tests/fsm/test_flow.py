@@ -44,6 +44,7 @@ def test_kv_under_way_and_kv_that_has_moved() -> None:
     made.arrive(1)
     made.first_token(1)
     lease = made.state.requests[1].lease_id
+    made.now += 1
     made.feed(ev.ImportProgressed(lease, 300))
     assert links(made) == [
         {
@@ -68,6 +69,7 @@ def test_a_hand_over_that_failed_has_moved_nothing() -> None:
     made.arrive(1)
     made.first_token(1)
     lease = made.state.requests[1].lease_id
+    made.now += 1
     made.feed(ev.ImportProgressed(lease, 300))
     made.feed(ev.ImportEnded(lease, 300, 10, "stalled", "no byte came"))
     assert "kv_in" not in flow(made, "b.r0") or flow(made, "b.r0")["kv_in"][0] == 0

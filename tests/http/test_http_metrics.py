@@ -158,6 +158,7 @@ def test_flows_are_told_by_replica_and_by_link() -> None:
         world.arrive(request)
         world.first_token(request)
     world.imported(1)
+    world.now += 1
     world.feed(ev.ImportProgressed(world.state.requests[2].lease_id, 400))
 
     class Moving(ScriptedNode):
