@@ -6,8 +6,8 @@ section 5.1:
 
 1. Drop sources whose egress carries serving traffic (a prefill's KV leaves that way). One
    that shares such a link, or a link with another chain's, gives inside of its domain only.
-2. Group targets by scale-up domain, fastest group first: within a domain one copy from the
-   network is enough, the rest is free beside it.
+2. Group targets by scale-up domain, those first that have a source inside, then the fastest:
+   within a domain one copy from the network is enough, the rest is free beside it.
 3. Hang each group onto the end of the chain that brings it the weights fastest; among equals
    one that ends in its domain, then in its leaf, then the shortest.
 
@@ -113,7 +113,8 @@ def plan(
     chains: dict[str, list[str]] = {}
     heads: dict[str, str] = {}
     reached: set[str] = set()
-    groups = _groups(topology, targets, busy_links)
+    sourced = {topology.devices[source].domain for source in free}
+    groups = _groups(topology, targets, sourced, busy_links)
     # Those that find no end at first may hang onto one that came after them.
     for group in (*groups, *groups):
         if group[0] in reached or (end := ends.take(group)) is None:
@@ -128,16 +129,19 @@ def plan(
 
 
 def _groups(
-    topology: Topology, targets: Collection[str], busy_links: Collection[str]
+    topology: Topology, targets: Collection[str], sourced: set[str], busy_links: Collection[str]
 ) -> list[list[str]]:
-    """By domain, the greatest sum of rates first. Within a group the fastest first, but before
-    them those that could not give what they get to another domain."""
+    """By domain, `sourced` ones first, then the greatest sum of rates. Within a group the
+    fastest first, but before them those that could not give to another domain."""
     groups: dict[str, list[tuple[bool, int, str]]] = defaultdict(list)
     for target in targets:
         device = topology.devices[target]
         groups[device.domain].append((device.link not in busy_links, -device.rate, target))
-    by_sum = sorted((sum(rate for _, rate, _ in group), d) for d, group in groups.items())
-    return [[target for _, _, target in sorted(groups[domain])] for _, domain in by_sum]
+    ranked = sorted(
+        (domain not in sourced, sum(rate for _, rate, _ in group), domain)
+        for domain, group in groups.items()
+    )
+    return [[target for _, _, target in sorted(groups[domain])] for _, _, domain in ranked]
 
 
 def arrivals(topology: Topology, chain: Chain, size: int, chunk: int) -> list[float]:
