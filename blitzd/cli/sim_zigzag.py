@@ -7,13 +7,13 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from blitzd.sched.pair_model import Policy
+from blitzd.sched.zigzag import Policy
 from blitzd.sim import zigzag as module
 
 
 def zigzag(
     *,
-    recorded: list[Path] | None = None,
+    recorded: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
     layers: Annotated[int, Parameter(validator=Number(gte=1))] = 30,
     layer_ms: Annotated[float, Parameter(validator=Number(gt=0))] = 5.0,
     load: Annotated[float, Parameter(validator=Number(gt=0))] = 6.0,

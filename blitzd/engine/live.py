@@ -23,7 +23,14 @@ from blitzd.engine.generation import Generation
 from blitzd.engine.hidden_slots import HiddenSlots
 from blitzd.proto.blitzd.engine import v1 as pb
 from blitzd.sched import Chunk, NoRoom, Refused, Reservation, Scheduler, StepPlan
-from blitzd.sched.zigzag import Waiting, next_for_old, next_on_new
+from blitzd.sched.zigzag import (
+    Policy,
+    Waiting,
+    best_effort_for_old,
+    best_effort_on_new,
+    next_for_old,
+    next_on_new,
+)
 
 PENDING = 16
 """Requests on New at once. The daemon's cap is lower; this one only bounds a mistake."""
@@ -52,6 +59,8 @@ class LiveStep:
     one: LiveRequest
     last: int
     """Runs layers [one.done, last)."""
+    taken: bool = False
+    """From New, to its end here."""
 
 
 @dataclass(slots=True)
@@ -60,19 +69,26 @@ class LiveQueue:
     scheduler: Scheduler
     layers: int
     slots: HiddenSlots
+    policy: Policy = Policy.ILP_FREE
+    """ILP_FREE, or BEST_EFFORT to compare with."""
     ready: int = 0
     """Layers that can run here, the whole model's end included at `layers`."""
     changed: Callable[[], None] = lambda: None
     """Called when an answer to `ask` may be there."""
+    ending: Callable[[], None] = lambda: None
+    """Called, without the lock, as the last layer of a request from New begins."""
     waiting: list[LiveRequest] = field(default_factory=list)
     arriving: dict[int, LiveRequest] = field(default_factory=dict)
     """From New, until their hidden states are here."""
     taken: deque[LiveRequest] = field(default_factory=deque)
     executing: LiveRequest | None = None
+    last_here: LiveRequest | None = None
+    """What was executed last, on New."""
     offered: LiveRequest | None = None
     """To Old, which has yet to say that it has it."""
     asked: bool = False
     _orders: int = 0
+    _in_last_layer: bool = False
 
     # -- on New -------------------------------------------------------------------------
 
@@ -162,7 +178,7 @@ class LiveQueue:
 
     def _offer(self) -> None:
         if self.asked and self.offered is None and self.slots.free:
-            one = next_for_old(self.waiting, self.executing, self.ready, self.layers)
+            one = self._next_for_old()
             if one is not None:
                 self.waiting.remove(one)
                 if one.hidden is not None:
@@ -170,6 +186,11 @@ class LiveQueue:
                 self.offered = one
         if self.asked and (self.offered is not None or self.drained):
             self.changed()
+
+    def _next_for_old(self) -> LiveRequest | None:
+        if self.policy is Policy.BEST_EFFORT:
+            return best_effort_for_old(self.waiting, self.executing)
+        return next_for_old(self.waiting, self.executing, self.ready, self.layers)
 
     def acknowledged(self, request_id: int) -> LiveRequest:
         """Old has it. Raises NotHeld when it was withdrawn or cancelled meanwhile."""
@@ -199,6 +220,13 @@ class LiveQueue:
             one.slot = None
 
     # -- on Old -------------------------------------------------------------------------
+
+    @property
+    def takes_more(self) -> bool:
+        """Nothing runs or waits here, or only the last layer of one request does: while it
+        runs, the next can come, so that Old need not wait for it."""
+        free = self.executing is None or self._in_last_layer
+        return free and not (self.waiting or self.arriving or self.taken or self.offered)
 
     def expect(self, request: pb.Request, generation: Generation, done: int) -> LiveRequest:
         """Takes blocks, and a slot for the hidden states after `done` layers. Raises Refused,
@@ -234,14 +262,29 @@ class LiveQueue:
     def begin(self) -> LiveStep | None:
         if self.taken:
             self.executing = self.taken.popleft()
-            return LiveStep(self.executing, self.layers)
-        self.executing = next_on_new(self.waiting, self.ready, self.layers)
-        return LiveStep(self.executing, self.executing.done + 1) if self.executing else None
+            return LiveStep(self.executing, self.layers, taken=True)
+        self.executing = self._next_here()
+        if self.executing is None:
+            return None
+        self.last_here = self.executing
+        return LiveStep(self.executing, self.executing.done + 1)
+
+    def _next_here(self) -> LiveRequest | None:
+        if self.policy is Policy.BEST_EFFORT:
+            return best_effort_on_new(self.waiting, self.last_here, self.ready, self.layers)
+        return next_on_new(self.waiting, self.ready, self.layers)
 
     def compute(self, step: LiveStep) -> tuple[torch.Tensor, int | None]:
         """(hidden states after `step.last` layers, the new token if those are all)."""
-        one, executor = step.one, self.executor
-        hidden = executor.run_range(one.plan, one.done, step.last, one.hidden)
+        one, executor, hidden = step.one, self.executor, step.one.hidden
+        first = one.done
+        if step.taken:
+            if first < step.last - 1:
+                hidden = executor.run_range(one.plan, first, step.last - 1, hidden)
+                first = step.last - 1
+            self._in_last_layer = True
+            self.ending()
+        hidden = executor.run_range(one.plan, first, step.last, hidden)
         if step.last < self.layers:
             return hidden, None
         outcome = executor.conclude(one.plan, hidden, [one.generation])
@@ -253,7 +296,7 @@ class LiveQueue:
         the queue, with its reservation: all layers are done, or it failed. What was cancelled
         meanwhile is freed."""
         one, left = step.one, hidden is None or step.last == self.layers
-        self.executing = None
+        self.executing, self._in_last_layer = None, False
         if one.gone:
             self._free(one)
         elif left:

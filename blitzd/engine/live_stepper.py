@@ -17,6 +17,7 @@ from blitzd.engine.stepper import Occupancy, Result, Row, Step, Stepper, add_row
 from blitzd.engine.tokenizer import Tokenizer
 from blitzd.proto.blitzd.engine import v1 as pb
 from blitzd.sched import Finish, NoRoom, Phase, Refused, Scheduler
+from blitzd.sched.zigzag import Policy
 
 log = structlog.get_logger()
 
@@ -40,9 +41,10 @@ class LiveStepper(Stepper):
         vocab: int,
         layers: int,
         slots: HiddenSlots,
+        policy: Policy = Policy.ILP_FREE,
     ) -> None:
         super().__init__(executor, scheduler, tokenizer, vocab)
-        self.live = LiveQueue(executor, scheduler, layers, slots)
+        self.live = LiveQueue(executor, scheduler, layers, slots, policy)
         self._held_layers: dict[int, tuple[int, int]] = {}
         """Of held requests that ran some of their layers here: [first, last)."""
         self._relayed: list[tuple[int, int]] = []
@@ -60,9 +62,15 @@ class LiveStepper(Stepper):
 
     @property
     def idle(self) -> bool:
-        """Nothing runs or waits here, so a request of the paired replica can."""
+        """Nothing runs or waits here."""
         now = super().occupancy
         return not now.running and not now.waiting and not self.live.ids
+
+    @property
+    def takes_more(self) -> bool:
+        """A request of the paired replica can run here, at once or after one more layer."""
+        now = super().occupancy
+        return not now.running and not now.waiting and self.live.takes_more
 
     # -- requests -----------------------------------------------------------------------
 

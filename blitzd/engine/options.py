@@ -20,6 +20,9 @@ class ReplicaOptions:
     others wait for a step."""
     max_batch_size: int = 64
     pace_layer_ms: float = 0.0
+    live_policy: Literal["ilp_free", "best_effort"] = "ilp_free"
+    """Which layer of which request runs next while the weights arrive; `best_effort` is there
+    to compare with."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_batch_size <= self.max_batch_tokens:

@@ -7,6 +7,7 @@ is run by one of the two, and by New again when Old is heard of no more.
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import structlog
@@ -21,6 +22,7 @@ from blitzd.sched import NoRoom, Refused
 
 if TYPE_CHECKING:
     from blitzd.engine.live import LiveRequest
+    from blitzd.engine.live_stepper import LiveStepper
     from blitzd.engine.replica import Replica
 
 log = structlog.get_logger()
@@ -134,6 +136,8 @@ class RelaySource:
                 stepper.acknowledged(message.request_id)
             except NotHeld:  # cancelled meanwhile
                 return pb.AckRelayReply()
+        # The daemon may send the next one: not only when a layer ends that is running.
+        replica.steps.report()
         return pb.AckRelayReply(granted=True)
 
     def _withdraw(self, replica: "Replica", request_id: int) -> None:
@@ -163,7 +167,7 @@ class RelayFollower:
         self._ucx = ucx
         self._mapped = mapped
         self._sources = sources
-        self._idle = asyncio.Event()
+        self._free = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
 
     async def stop(self) -> None:
@@ -179,8 +183,8 @@ class RelayFollower:
         self._sources.close()
 
     def moved(self) -> None:
-        """Something ended here, so that there may be nothing to do."""
-        self._idle.set()
+        """Something ended here, so that another may come."""
+        self._free.set()
 
     async def follow(
         self, replica: "Replica", message: pb.FollowLiveRequest, deadline: float
@@ -191,6 +195,9 @@ class RelayFollower:
         )
         if message.transport not in (pb.Transport.MAP, pb.Transport.UCX):
             raise InvalidField("transport: unspecified; accepted: TRANSPORT_MAP, TRANSPORT_UCX")
+        loop = asyncio.get_running_loop()
+        with replica.steps.exclusive() as stepper:
+            stepper.live.ending = lambda: _wake(loop, self._free)
         pair = _Following(self, replica, message, source, deadline)
         reply = pb.FollowLiveReply()
         task = asyncio.create_task(pair.run())
@@ -233,10 +240,11 @@ class _Following:
         async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
             while await self.one():
                 pass
+            await self._until(lambda stepper: stepper.idle)
 
     async def one(self) -> bool:
         """Takes a request over, if there is one. False when nothing will come."""
-        await self._until_idle()
+        await self._until(lambda stepper: stepper.takes_more)
         call = pb.TakeRelayRequest(
             source_epoch=self._source.epoch,
             layout=self._replica.layout,
@@ -252,13 +260,13 @@ class _Following:
             await self._take(there.request, there, call.ucx_tag)
         return not there.drained
 
-    async def _until_idle(self) -> None:
+    async def _until(self, free: Callable[["LiveStepper"], bool]) -> None:
         while True:
-            self._follower._idle.clear()
+            self._follower._free.clear()
             with self._replica.steps.exclusive() as stepper:
-                if stepper.idle:
+                if free(stepper):
                     return
-            await self._follower._idle.wait()
+            await self._follower._free.wait()
 
     async def _ask(self, call: pb.TakeRelayRequest) -> pb.TakeRelayReply:
         stub = self._stub

@@ -27,6 +27,7 @@ from blitzd.engine.step_loop import StepLoop
 from blitzd.fabric import SharedArena
 from blitzd.proto.blitzd.engine import v1 as pb
 from blitzd.sched import BlockManager, Scheduler
+from blitzd.sched.zigzag import Policy
 
 log = structlog.get_logger()
 
@@ -97,7 +98,13 @@ def open_replica(
     )
     config = prepared.config
     stepper = LiveStepper(
-        executor, scheduler, prepared.tokenizer, config.vocab, config.layers, slots
+        executor,
+        scheduler,
+        prepared.tokenizer,
+        config.vocab,
+        config.layers,
+        slots,
+        Policy(options.live_policy),
     )
     if not arriving:
         stepper.live.ready = config.layers

@@ -21,9 +21,9 @@ log = structlog.get_logger()
 
 
 class StepLoop:
-    """Called on its thread, and not allowed to block: `publish` with the report of each
-    step, and of each change of occupancy without one; `crashed` once, if the loop itself
-    fails (a step whose computation fails does not end the loop)."""
+    """Not allowed to block: `publish`, called under the lock with the report of each step, and
+    of each change of occupancy without one; `crashed`, called on the loop's thread, once, if the
+    loop itself fails (a step whose computation fails does not end the loop)."""
 
     def __init__(
         self,
@@ -59,6 +59,11 @@ class StepLoop:
         with self._changed:
             yield self._stepper
             self._changed.notify()
+
+    def report(self) -> None:
+        """Publishes what has changed without a step, and does not wait for the next one."""
+        with self._changed:
+            self._tell(self._stepper.idle_report())
 
     @property
     def steps(self) -> int:
@@ -101,18 +106,19 @@ class StepLoop:
         result = self._stepper.compute(step)
         with self._changed:
             report = self._stepper.finish(step, result)
-            news = not isinstance(step, LayerStep) or step.is_news(report)
-            if news:
-                self._told = self._stepper.occupancy
-        if news:
-            self._publish(report)
+            if not isinstance(step, LayerStep) or step.is_news(report):
+                self._tell(report)
+
+    def _tell(self, report: pb.StepReport) -> None:
+        """Holds the lock, so that reports leave in the order in which they were made."""
+        self._told = self._stepper.occupancy
+        self._publish(report)
 
     def _rest(self) -> None:
         """Until something changes. Holds the lock, except while it sleeps."""
         self._moved_ns = 0
         if self._stepper.occupancy != self._told:
-            self._told = self._stepper.occupancy
-            self._publish(self._stepper.idle_report())
+            self._tell(self._stepper.idle_report())
         try:
             self._stepper.audit()
         except AssertionError as error:

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-from blitzd.sched.zigzag import NO_TARGETS, Waiting, next_for_old, next_on_new
-
-
-class Policy(StrEnum):
-    ILP_FREE = "ilp_free"
-    """BlitzScale's queues (`zigzag.py`)."""
-    ILP = "ilp"
-    """The same with targets from the integer programme, where a validated plan has any."""
-    BEST_EFFORT = "best_effort"
-    """New runs the layers that it has once, in order of arrival, and lets the request go."""
-    STOP_THE_WORLD = "stop_the_world"
-    """New runs nothing before its last layer is there."""
+from blitzd.sched.zigzag import (
+    NO_TARGETS,
+    Policy,
+    Waiting,
+    best_effort_for_old,
+    best_effort_on_new,
+    next_for_old,
+    next_on_new,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +96,6 @@ class Outcome:
 @dataclass(slots=True, eq=False)
 class _Request(Waiting):
     layer_ns: int = 1
-    touched: bool = False
 
 
 Planner = Callable[[int, int, Sequence[tuple[int, int, int]]], Mapping[int, int]]
@@ -118,6 +113,7 @@ class _Model:
     ended: int = 0
     waiting: list[_Request] = field(default_factory=list)
     new: _Request | None = None
+    last_new: _Request | None = None
     old: _Request | None = None
     new_until: int = 0
     old_until: int = 0
@@ -222,34 +218,24 @@ class _Model:
         layers = self.pair.layers
         if self.policy is Policy.ILP_FREE or self.policy is Policy.ILP:
             return next_for_old(self.waiting, self.new, self.ready, layers, self.targets)
-        # What New has let go of comes first: it is the earliest, and has less to run.
-        free = [one for one in self.waiting if one is not self.new]
-        return next((one for one in free if one.touched), free[0] if free else None)
+        return best_effort_for_old(self.waiting, self.new)
 
     # -- New ----------------------------------------------------------------------------
 
     def _start_new(self) -> None:
         taken = self._for_new()
         if taken is not None:
-            taken.touched = True
-            self.new, self.new_from = taken, self.now
+            self.new = self.last_new = taken
+            self.new_from = self.now
             self.new_until = self.now + taken.layer_ns
 
     def _for_new(self) -> _Request | None:
         layers, ready = self.pair.layers, self.ready
         if self.policy is Policy.STOP_THE_WORLD:
             ready = ready if ready == layers else 0
-        elif self.policy is Policy.BEST_EFFORT and ready < layers:
-            return self._best_effort(ready)
+        elif self.policy is Policy.BEST_EFFORT:
+            return best_effort_on_new(self._live, self.last_new, ready, layers)
         return next_on_new(self._live, ready, layers, self.targets)
-
-    def _best_effort(self, ready: int) -> _Request | None:
-        last = next((run.request for run in reversed(self.outcome.runs) if run.on_new), None)
-        for one in self._live:
-            begun_and_kept = one.touched and one.order == last
-            if one.done < ready and (begun_and_kept or not one.touched):
-                return one
-        return None
 
 
 def simulate(

@@ -14,7 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TypeVar
+
+
+class Policy(StrEnum):
+    ILP_FREE = "ilp_free"
+    """BlitzScale's queues: `next_on_new`, `next_for_old`."""
+    ILP = "ilp"
+    """The same with targets from the integer programme, where a validated plan has any."""
+    BEST_EFFORT = "best_effort"
+    """New runs the layers that it has once, in order of arrival, and lets the request go."""
+    STOP_THE_WORLD = "stop_the_world"
+    """New runs nothing before its last layer is there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,3 +94,20 @@ def next_for_old(
     first = waiting[0]
     target = targets.get(first.order, 0)
     return None if first.done < target <= ready else first
+
+
+def best_effort_on_new(waiting: Sequence[W], last: W | None, ready: int, layers: int) -> W | None:
+    """What New executes without a zigzag: a request's layers that are there, once.
+
+    `last` is the request that New was at last, and may go on with.
+    """
+    if ready >= layers:
+        return next_on_new(waiting, ready, layers)
+    runnable = (one for one in waiting if one.done < ready)
+    return next((one for one in runnable if not one.done or one is last), None)
+
+
+def best_effort_for_old(waiting: Sequence[W], executing: W | None) -> W | None:
+    """What New has begun and let go of, which has less left to run; else the earliest."""
+    free = [one for one in waiting if one is not executing]
+    return next((one for one in free if one.done), free[0] if free else None)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from blitzd.sched.pair_model import Arrival, Outcome, Pair, Policy, simulate
-from blitzd.sched.zigzag import pending_cap
+from blitzd.sched.pair_model import Arrival, Outcome, Pair, simulate
+from blitzd.sched.zigzag import Policy, pending_cap
 from blitzd.sched.zigzag_targets import planner_for
 from blitzd.sim.arrivals import poisson_arrivals
 from blitzd.sim.errors import InputError

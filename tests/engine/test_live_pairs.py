@@ -65,7 +65,7 @@ class Gate(pb.EngineBase):
     def allow(self, layers: int) -> None:
         section = self._layout.sections[layers]
         self._allowed = min(section.offset + section.length + (1 << 20), len(self._bytes))
-        if layers >= LAYERS:
+        if layers >= self._layout.layers:
             self._allowed = len(self._bytes)
 
     async def __aenter__(self) -> "Gate":
@@ -164,11 +164,16 @@ async def first_token(number: int, *clients: Client) -> Client:
 
 
 async def decoded(
-    target: Client, number: int, new: Client, made_by: Client, transport: pb.Transport
+    target: Client,
+    number: int,
+    new: Client,
+    made_by: Client,
+    transport: pb.Transport,
+    one: pb.Request | None = None,
 ) -> list[int]:
     """All tokens: the first, and those of the target, with the KV of both under one lease."""
     call = pb.ImportKvRequest(
-        request=request(number, PROMPTS[number], LENGTH, ignore_eos=True),
+        request=one or request(number, PROMPTS[number], LENGTH, ignore_eos=True),
         lease_id=number,
         source_replica=made_by.replica,
         source_epoch=made_by.epoch,

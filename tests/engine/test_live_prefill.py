@@ -25,6 +25,7 @@ from blitzd.engine.stepper import Step
 from blitzd.engine.tokenizer import Tokenizer
 from blitzd.proto.blitzd.engine import v1 as pb
 from blitzd.sched import BlockManager, NoRoom, Refused, Scheduler
+from blitzd.sched.zigzag import Policy
 from tests.engine.local_replica import request
 from tests.tiny import make_tiny
 
@@ -53,6 +54,7 @@ class Side:
     directory: Path
     ready: int = LAYERS
     blocks: int = 40
+    policy: Policy = Policy.ILP_FREE
     tokens: dict[int, int] = field(default_factory=dict)
     finish: dict[int, pb.FinishReason] = field(default_factory=dict)
     relayed: dict[int, int] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class Side:
         )
         tokenizer = Tokenizer.from_dir(self.directory)
         self.stepper = LiveStepper(
-            executor, scheduler, tokenizer, config.vocab, config.layers, self.slots
+            executor, scheduler, tokenizer, config.vocab, config.layers, self.slots, self.policy
         )
         self.live = self.stepper.live
         self.live.ready = self.ready
@@ -203,6 +205,7 @@ class Order:
     def __init__(self, model: Path, seed: int) -> None:
         self.random = random.Random(seed)
         self.new, self.old = Side(model, 0), Side(model)
+        self.old.live.ending = lambda: self.take() if self.random.random() < 0.7 else None
         self.coming = list(PROMPTS)
         self.random.shuffle(self.coming)
         self.cancelled: set[int] = set()
@@ -251,7 +254,8 @@ class Order:
             side.end()
 
     def take(self) -> None:
-        if not self.old.stepper.idle or self.old.out is not None or self.new.live.drained:
+        """At any time that Old can: in the middle of a step, as its last layer begins."""
+        if not self.old.stepper.takes_more or self.new.live.drained:
             return
         one = self.new.live.ask()
         if one is None:
@@ -321,6 +325,57 @@ def test_a_layer_that_arrives_sends_new_back_to_the_earliest(model: Path) -> Non
     assert new.live.waiting[0].id == 1, "its place is kept"
     with pytest.raises(NotHeld, match="request_id: 1 is not on its way"):
         new.stepper.acknowledged(1)
+
+
+def test_old_takes_the_next_as_its_last_layer_begins_and_goes_on_without_a_pause(
+    model: Path, alone: Side
+) -> None:
+    new, old = Side(model, 2), Side(model)
+    for number in (1, 2):
+        new.prefill(number)
+    while new.step():
+        pass
+    told = []
+
+    def ending() -> None:
+        told.append(old.stepper.takes_more)
+        if (one := new.live.ask()) is not None:
+            relay(new, old, one)
+
+    old.live.ending = ending
+    one = new.live.ask()
+    assert one is not None
+    relay(new, old, one)
+    assert not old.stepper.takes_more, "one waits already"
+    assert old.begin() and not old.stepper.takes_more
+    old.end()
+    assert old.tokens == {1: alone.tokens[1]} and [one.id for one in old.live.taken] == [2]
+    assert old.step() and old.stepper.idle
+    assert old.tokens[2] == alone.tokens[2] and told == [True, True]
+    new.empty()
+    old.empty()
+
+
+def test_best_effort_runs_the_layers_that_are_there_once(model: Path, alone: Side) -> None:
+    new, old = Side(model, 2, policy=Policy.BEST_EFFORT), Side(model)
+    for number in (1, 2):
+        new.prefill(number)
+    while new.step():
+        pass
+    assert new.layers_run == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    new.live.set_ready(3)
+    new.prefill(3)
+    while new.step():
+        pass
+    assert new.layers_run[4:] == [(2, 2), (3, 0), (3, 1), (3, 2)], "no zigzag back to 1"
+    for number, done in ((1, 2), (2, 3), (3, 3)):
+        one = new.live.ask()
+        assert one is not None and (one.id, one.done) == (number, done)
+        relay(new, old, one)
+        assert old.step()
+    assert old.tokens == {number: alone.tokens[number] for number in (1, 2, 3)}
+    new.empty()
+    old.empty()
 
 
 def test_what_new_cannot_take_is_refused_and_leaks_nothing(model: Path) -> None:

@@ -9,8 +9,8 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from blitzd.sched.pair_model import Arrival, Outcome, Pair, Policy, Run, simulate
-from blitzd.sched.zigzag import Waiting, next_for_old, next_on_new, pending_cap
+from blitzd.sched.pair_model import Arrival, Outcome, Pair, Run, simulate
+from blitzd.sched.zigzag import Policy, Waiting, next_for_old, next_on_new, pending_cap
 from blitzd.sched.zigzag_plan import Programme, solve
 from blitzd.sched.zigzag_targets import plan_targets, planner_for, validated
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from blitzd.cli.sim import app
-from blitzd.sched.pair_model import Policy
+from blitzd.sched.zigzag import Policy
 from blitzd.sim.errors import InputError
 from blitzd.sim.zigzag import Shape, compare, read_trial, run_policy
 
@@ -52,7 +52,8 @@ def test_a_recorded_load_is_run_and_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, figure = recorded(tmp_path / "load.json"), tmp_path / "zigzag.png"
-    out = run(capsys, "--recorded", str(path), "--draw", "ilp_free", "--plot", str(figure))
+    files = ["--recorded", str(path), str(path)]
+    out = run(capsys, *files, "--draw", "ilp_free", "--plot", str(figure))
     rows = [line for line in out.splitlines() if line[:7].strip().isdigit()]
     assert len(rows) == 7 and "O" in rows[0] and "n" not in rows[0]
     assert rows[2].count("n") and rows[2].rstrip().endswith("O")
