@@ -20,6 +20,7 @@ for name, where, text in (
     ("undrain", "verbs:undrain", "Let a drained replica serve again."),
     ("restart", "verbs:restart", "Replace workers without losing a request."),
     ("mutate", "verbs:mutate", "Give a replica another role."),
+    ("live", "verbs:live", "Let a replica serve while its weights arrive."),
     ("policy", "verbs:policy", "The numbers that decisions depend on."),
     ("config", "config:app", "Check settings, and show what they come to."),
     ("doctor", "doctor:doctor", "What this machine lacks, and how to mend it."),

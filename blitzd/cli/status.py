@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from blitzd.cli.admin_client import AdminClient, Where
 from blitzd.cli.verbs import report
 
-OPEN = ("queued", "prefilling", "migrating", "decoding")
+OPEN = ("queued", "prefilling", "relayed", "migrating", "decoding")
 ENDED = ("finished", "failed", "cancelled", "rejected")
 
 
@@ -43,9 +43,14 @@ def lines_of(state: dict[str, Any]) -> list[str]:
         found.append(f"scaled to {wanted['prefill']} prefill, {wanted['decode']} decode")
     if node["rolling_restart"]:
         found.append(f"rolling restart of {', '.join(node['rolling_restart'])}")
+    found += [_pair(pair) for pair in state["pairs"]]
     found += [_agent(agent) for agent in state["agents"]]
     found += [_links(node) for node in state["topology"]]
     return [*found, "", *_table(state["replicas"], now_ns)]
+
+
+def _pair(pair: dict[str, Any]) -> str:
+    return f"pair {pair['id']}  {pair['new']} serves while it loads, {pair['old']} finishes for it"
 
 
 def _agent(agent: dict[str, Any]) -> str:

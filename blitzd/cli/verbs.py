@@ -23,6 +23,7 @@ from blitzd.cli.verbs_wait import (
     rolled,
     scaled,
     wait_until,
+    went_live,
 )
 
 Deadline = Annotated[
@@ -99,6 +100,27 @@ def mutate(
     """Give a replica another role. What runs there stays, or finishes first."""
     done = (has_role(replica, role), timeout) if wait else None
     return _do(f"{_one(replica)}/mutate", {"role": role}, where, done)
+
+
+def live(
+    new: str,
+    *,
+    old: str,
+    wait: Wait = False,
+    timeout: Timeout = 660.0,
+    where: Here = Where(),  # noqa: B008
+) -> int:
+    """Let a spare serve prompts while its weights arrive, with another prefill's help.
+
+    Parameters
+    ----------
+    new
+        The id of an inactive replica. It runs the layers that it has.
+    old
+        The id of a prefill replica, which runs the others of the same requests.
+    """
+    done = (went_live(new, old), timeout) if wait else None
+    return _do(f"{_one(new)}/live", {"old": old}, where, done)
 
 
 def scale(

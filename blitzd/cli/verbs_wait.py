@@ -13,6 +13,10 @@ QUIET = frozenset({"LoadProgressed", "OccupancySampled", "StateHashed", "StaleNo
 """Events that bring nothing nearer."""
 
 
+ABOUT_MORE_THAN_ONE = frozenset({"RollingRestartEnded", "PairSettled", "PairBroken"})
+"""Events that name no replica and may end a wait."""
+
+
 class NotDone(Exception):
     """It did not come so far, or came otherwise. The message says where it is."""
 
@@ -43,7 +47,7 @@ def wait_until(
         return time.monotonic() - began
     for event in client.follow(answer["seq"], began + timeout_s):
         about = event["payload"].get("replica") if event["kind"] == "event" else None
-        if about is None and event["type"] != "RollingRestartEnded":
+        if about is None and event["type"] not in ABOUT_MORE_THAN_ONE:
             continue
         if event["type"] in QUIET or "request_id" in event["payload"]:
             continue
@@ -126,6 +130,26 @@ def has_role(replica_id: str, role: str) -> Until:
         return "" if there else _says(replica)
 
     return Until(state, replica=replica_id)
+
+
+def went_live(new: str, old: str) -> Until:
+    """Both are ordinary prefill replicas."""
+    pair_id = 0
+
+    def state(shown: dict[str, Any]) -> str:
+        nonlocal pair_id
+        both = [_replica(shown, replica_id) for replica_id in (new, old)]
+        pair_id = both[0]["pair"] or pair_id
+        if all(replica["state"] == SERVING["prefill"] for replica in both):
+            return ""
+        return ", ".join(map(_says, both))
+
+    def event(record: dict[str, Any]) -> str | None:
+        payload = record["payload"]
+        broken = record["type"] == "PairBroken" and payload["pair_id"] == pair_id
+        return payload["reason"] if broken else None
+
+    return Until(state, event, replica=new)
 
 
 def scaled() -> Until:

@@ -77,8 +77,11 @@ class Filling:
         """Takes this section and what follows for not arrived. Nothing may be writing."""
         self.arrived = min(self.arrived, section.offset)
 
-    async def check(self, tell: Callable[[pb.LoadProgress], None]) -> None:
-        """Returns when `complete`, telling the watermark on the way. Raises Damaged."""
+    async def check(
+        self, tell: Callable[[pb.LoadProgress], None], due: Callable[[float], float]
+    ) -> None:
+        """Returns when `complete`, telling the watermark on the way. `due` says in how many
+        seconds such a share of the whole may be told of. Raises Damaged."""
         sections = self.file.layout.sections
         while self._checked < len(sections):
             section = sections[self._checked]
@@ -88,6 +91,7 @@ class Filling:
             found = await asyncio.to_thread(_digest, view)
             if found != section.digest:
                 raise Damaged(section, found, self.source)
+            await asyncio.sleep(due(end / self.size))
             tell(self._progress(self._checked, end))
             self._checked += 1
 

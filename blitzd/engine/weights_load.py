@@ -15,7 +15,7 @@ from blitzd.engine.standby import Standby
 from blitzd.engine.tokenizer import Tokenizer
 from blitzd.engine.weights import drop_cached
 from blitzd.engine.weights_filling import Filling
-from blitzd.engine.weights_pull import Peer, WeightPull, peers_of
+from blitzd.engine.weights_pull import WeightPull, peers_of
 from blitzd.engine.weights_serve import Offer, WeightServer
 from blitzd.fabric import Identity, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
@@ -64,9 +64,9 @@ class WeightLoader:
         try:
             if message.peers:
                 peers = peers_of(message)
-                prepared = await self._fill(
-                    self._resumed(directory), peers, deadline, tell, arriving
-                )
+                filling, floor_s = self._resumed(directory), message.floor_ms / 1e3
+                pull = WeightPull(filling, peers, self._ucx, self._sources, deadline, floor_s)
+                prepared = await self._fill(filling, pull, tell, arriving)
             else:
                 self._forget()
                 prepared = await asyncio.to_thread(self._take, message.file, directory, tell)
@@ -95,8 +95,7 @@ class WeightLoader:
     async def _fill(
         self,
         filling: Filling,
-        peers: list[Peer],
-        deadline: float,
+        pull: WeightPull,
         tell: Callable[[pb.LoadProgress], None],
         arriving: Callable[[Prepared], Awaitable[None]] | None,
     ) -> Prepared:
@@ -107,7 +106,6 @@ class WeightLoader:
         opening = asyncio.create_task(asyncio.to_thread(open_tokenizer, filling.directory))
         opening.add_done_callback(lambda done: done.cancelled() or done.exception())
         early = asyncio.create_task(_hand_on(filling, opening, arriving))
-        pull = WeightPull(filling, peers, self._ucx, self._sources, deadline)
         try:
             await pull.run(tell)
             await early

@@ -64,13 +64,17 @@ class WeightPull:
         ucx: UcxFabric,
         sources: Sources,
         deadline: float,
+        floor_s: float = 0.0,
     ) -> None:
-        """`deadline` is a time of `time.monotonic()`."""
+        """`deadline` is a time of `time.monotonic()`; all of it takes `floor_s` at least, and
+        each layer its part of that."""
         self._filling = filling
         self._peers = deque(peers)
         self._ucx = ucx
         self._sources = sources
         self._deadline = deadline
+        self._floor_s = floor_s
+        self._began = time.monotonic()
         self._asked: set[Peer] = set()
         self.taken: dict[str, int] = {}
         """Bytes that each peer has brought."""
@@ -113,7 +117,7 @@ class WeightPull:
 
     async def _take(self, peer: Peer, offset: int, tell: Callable[[pb.LoadProgress], None]) -> None:
         self._filling.source = peer.identity.replica
-        works = [asyncio.create_task(self._filling.check(tell))]
+        works = [asyncio.create_task(self._filling.check(tell, self._due))]
         if offset < self._filling.size:
             works.append(asyncio.create_task(self._receive(peer, offset)))
         try:
@@ -127,6 +131,9 @@ class WeightPull:
         for work in works:
             if not work.cancelled():
                 work.result()
+
+    def _due(self, share: float) -> float:
+        return self._began + self._floor_s * share - time.monotonic()
 
     async def _receive(self, peer: Peer, offset: int) -> None:
         filling = self._filling

@@ -20,6 +20,7 @@ from blitzd.node.face import (
     ChangePolicy,
     Deactivate,
     Drain,
+    GoLive,
     Mutate,
     NodeFace,
     OperatorCommand,
@@ -49,6 +50,7 @@ class AdminVerbs:
             web.post(f"{one}/restart", self.restart),
             web.post(f"{one}/mutate", self.mutate),
             web.post(f"{one}/deactivate", self.deactivate),
+            web.post(f"{one}/live", self.live),
             web.post("/admin/restart", self.restart_all),
             web.post("/admin/scale", self.scale),
             web.get("/admin/plan", self.plan),
@@ -94,6 +96,11 @@ class AdminVerbs:
     async def deactivate(self, request: web.Request) -> web.Response:
         await self._body(request)
         return await self._do(Deactivate(request.match_info["replica"]))
+
+    async def live(self, request: web.Request) -> web.Response:
+        body = await self._body(request, "old")
+        old = self._shown(_required(body, "old"), "old")
+        return await self._do(GoLive(request.match_info["replica"], old["id"]))
 
     async def scale(self, request: web.Request) -> web.Response:
         body = await self._body(request, "prefill", "decode", "remove", "auto")
@@ -163,7 +170,7 @@ class AdminVerbs:
             answer["replica"] = self._shown(replica)
         return _json(answer)
 
-    def _shown(self, wanted: object) -> dict[str, Any]:
+    def _shown(self, wanted: object, param: str = "replica") -> dict[str, Any]:
         """Raises ApiError (404)."""
         replicas: list[dict[str, Any]] = self._node.state()["replicas"]
         for replica in replicas:
@@ -171,7 +178,7 @@ class AdminVerbs:
                 return replica
         known = ", ".join(r["id"] for r in replicas)
         message = f"no replica {shown(wanted)}; there are {known}"
-        raise ApiError(404, message, code="unknown_replica", param="replica")
+        raise ApiError(404, message, code="unknown_replica", param=param)
 
 
 def _json(body: object) -> web.Response:

@@ -18,6 +18,8 @@ from blitzd.node.ports import Clock
 from blitzd.node.wire_ids import request_and_attempt
 from blitzd.proto.blitzd.engine import v1 as pb
 
+PREFILLED = (RequestState.PREFILLING, RequestState.RELAYED)
+"""The next token is the first."""
 FINISHES = {pb.FinishReason.STOP: "stop", pb.FinishReason.LENGTH: "length"}
 
 
@@ -44,6 +46,7 @@ class Delivery:
         """Posted last, by replica."""
 
     async def deliver(self, replica: str, epoch: int, report: pb.StepReport) -> None:
+        self._tell_relays(replica, epoch, report)
         now = self._clock.mono_ns()
         scores = self._deliver_logprobs(replica, epoch, report)
         cached = report.cached_tokens or [0] * len(report.request_ids)
@@ -63,6 +66,13 @@ class Delivery:
         occupancy = (report.blocks_used, report.running)
         await self._post_occupancy(ev.OccupancyReported(replica, epoch, *occupancy))
 
+    def _tell_relays(self, replica: str, epoch: int, report: pb.StepReport) -> None:
+        """Before the tokens of the same report: they are made where the request went."""
+        for wire, layers in zip(report.relayed_ids, report.relayed_layers, strict=True):
+            request_id, attempt = request_and_attempt(wire)
+            if request_id in self._core.state.requests:
+                self._reached(ev.Relayed(replica, epoch, request_id, attempt, layers))
+
     def _addressed(self, replica: str, epoch: int, wire: int) -> tuple[LiveRequest | None, bool]:
         """(whom a worker's word is for, if anybody; whether the request goes on, but this
         attempt of it does not, or not there)."""
@@ -70,7 +80,7 @@ class Delivery:
         request = self._core.state.requests.get(request_id)
         if request is None:
             return None, False
-        if attempt != request.resumes or not _owns(request, replica, epoch):
+        if attempt != request.resumes or (replica, epoch) not in request.on():
             return None, True
         return self._live.get(request_id), False
 
@@ -83,7 +93,7 @@ class Delivery:
         if finish in FINISHES:
             ended = (FINISHES[finish], len(live.output), live.output_digest())
             self._reached(ev.GenerationEnded(replica, epoch, live.request_id, *ended))
-        elif request.state is RequestState.PREFILLING and made == 1:
+        elif request.state in PREFILLED and made == 1:
             held = int(finish is pb.FinishReason.HELD)
             self._reached(ev.FirstTokenProduced(replica, epoch, live.request_id, held))
         elif request.state is RequestState.DECODING and finish is pb.FinishReason.HELD:
@@ -142,8 +152,3 @@ class Delivery:
 def _on_target(request: Request, replica: str, epoch: int) -> bool:
     on = (request.target, request.target_epoch)
     return request.state is RequestState.MIGRATING and on == (replica, epoch)
-
-
-def _owns(request: Request, replica: str, epoch: int) -> bool:
-    on = (replica, epoch)
-    return on in ((request.source, request.source_epoch), (request.target, request.target_epoch))

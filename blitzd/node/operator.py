@@ -18,6 +18,7 @@ __all__ = [
     "ChangePolicy",
     "Deactivate",
     "Drain",
+    "GoLive",
     "Mutate",
     "OperatorCommand",
     "Release",
@@ -74,6 +75,14 @@ class Deactivate:
 
 
 @dataclass(frozen=True, slots=True)
+class GoLive:
+    """Serve as a prefill while the weights arrive; `old` finishes what this one has begun."""
+
+    replica: str
+    old: str
+
+
+@dataclass(frozen=True, slots=True)
 class Scale:
     prefill: int
     decode: int
@@ -105,6 +114,7 @@ OperatorCommand = (
     | StopRestarts
     | Mutate
     | Deactivate
+    | GoLive
     | Scale
     | Remove
     | ChangePolicy
@@ -138,6 +148,7 @@ _INPUTS: dict[type, Callable[[Any, int], Payload]] = {
     StopRestarts: lambda command, _: ev.RollingRestartStopRequested(),
     Mutate: lambda command, _: ev.RoleRequested(command.replica, command.role),
     Deactivate: lambda command, _: ev.DeactivateRequested(command.replica),
+    GoLive: lambda command, _: ev.LivePairRequested(command.replica, command.old),
     Scale: lambda command, _: ev.ScaleRequested(command.prefill, command.decode),
     Remove: lambda command, _: ev.RemoveRequested(command.replica),
     ChangePolicy: lambda command, _: ev.PolicyRequested(command.values, command.preset),

@@ -3,7 +3,7 @@ input for the driver."""
 
 import asyncio
 from collections.abc import Awaitable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 from grpclib.const import Status
@@ -52,6 +52,16 @@ class Reports(Protocol):
     async def deliver(self, replica: str, epoch: int, report: pb.StepReport) -> None: ...
 
 
+class KvRoute(NamedTuple):
+    """How an importing worker reaches the KV."""
+
+    transport: pb.Transport
+    source: str
+    """Its endpoint."""
+    rest: str
+    """That of the one with the later layers; empty: the source has all."""
+
+
 def describe_failure(error: BaseException) -> str:
     if isinstance(error, GRPCError):
         return f"{error.status.name.lower()}: {error.message or 'no message'}"
@@ -82,6 +92,7 @@ class WorkerCalls:
             peers=peers,
             file=FILES.get(how.rung, pb.FileAccess.UNSPECIFIED),
             floor_ms=how.floor_ms,
+            live=how.live,
         )
         last = pb.LoadProgress()
         reason = "the worker's load stream ended early"
@@ -169,13 +180,16 @@ class WorkerCalls:
             errored = ev.RequestErrored(*on, why, command.attempt, lost=int(not refused))
             await self._reports.post(errored)
 
-    async def import_kv(
-        self,
-        command: cmd.ImportKv,
-        live: LiveRequest,
-        source_endpoint: str,
-        transport: pb.Transport,
-    ) -> None:
+    async def follow_live(self, pair_id: int, call: pb.FollowLiveRequest) -> None:
+        """Lasts as long as the pair does."""
+        try:
+            reply = await self._stub.follow_live(call, timeout=LOAD_DEADLINE_S)
+            ended = (reply.taken, FAULTS[reply.fault], reply.reason)
+        except CallFailed as error:
+            ended = (0, "target", describe_failure(error))
+        await self._reports.post(ev.FollowEnded(pair_id, self._replica, self._epoch, *ended))
+
+    async def import_kv(self, command: cmd.ImportKv, live: LiveRequest, route: KvRoute) -> None:
         if not live.runs(command.attempt):
             return
         call = pb.ImportKvRequest(
@@ -183,11 +197,16 @@ class WorkerCalls:
             lease_id=command.lease_id,
             source_replica=command.source,
             source_epoch=command.source_epoch,
-            source_endpoint=source_endpoint,
-            transport=transport,
+            source_endpoint=route.source,
+            transport=route.transport,
             stall_ms=command.stall_ms,
             checksums=command.checksums,
         )
+        if command.rest:
+            call.rest = pb.KvSource(
+                replica_id=command.rest, epoch=command.rest_epoch, endpoint=route.rest
+            )
+            call.split_layer = command.split_layer
         ended = ev.ImportEnded(command.lease_id, 0, 0, "target", "the import ended without a word")
         try:
             async for report in self._stub.import_kv(call, timeout=command.cap_ms / 1e3):

@@ -22,7 +22,7 @@ from blitzd.node.remote_process import RemoteProcess
 from blitzd.node.starter import NotStarted, Starter
 from blitzd.node.wire_ids import wire_id
 from blitzd.node.worker import Home, Worker
-from blitzd.node.worker_calls import CallFailed, Reports, describe_failure
+from blitzd.node.worker_calls import CallFailed, KvRoute, Reports, describe_failure
 from blitzd.proto.blitzd.engine import v1 as pb
 
 END_GRACE_S = 3.0
@@ -57,6 +57,7 @@ class WorkerPool:
             cmd.StartPrefill: self._prefill,
             cmd.DecodeLocally: self._decode_locally,
             cmd.HoldDecode: self._hold,
+            cmd.FollowLive: self._follow,
             cmd.ImportKv: self._import,
             cmd.ReleaseKv: self._release,
             cmd.CancelRequest: self._cancel,
@@ -283,9 +284,9 @@ class WorkerPool:
             return self._socket(replica, epoch)
         return there.endpoint
 
-    def _transport(self, command: cmd.ImportKv, target: Worker) -> pb.Transport:
-        source = self._workers.get((command.source, command.source_epoch))
-        here = source is None or source.home.node == target.home.node
+    def _transport(self, target: Worker, *sources: tuple[str, int]) -> pb.Transport:
+        known = [w for w in map(self._workers.get, sources) if w is not None]
+        here = all(worker.home.node == target.home.node for worker in known)
         maps = here and self._config.same_node == "map"
         return pb.Transport.MAP if maps else pb.Transport.UCX
 
@@ -311,9 +312,26 @@ class WorkerPool:
     def _import(self, command: cmd.ImportKv, live: LiveRequest | None) -> None:
         worker = self._workers.get((command.target, command.target_epoch))
         if worker is not None and live is not None:
-            source = self._endpoint(command.source, command.source_epoch, worker)
-            transport = self._transport(command, worker)
-            worker.start_request(lambda: worker.calls.import_kv(command, live, source, transport))
+            source = (command.source, command.source_epoch)
+            rest = (command.rest, command.rest_epoch)
+            route = KvRoute(
+                self._transport(worker, source, rest),
+                self._endpoint(*source, worker),
+                self._endpoint(*rest, worker) if command.rest else "",
+            )
+            worker.start_request(lambda: worker.calls.import_kv(command, live, route))
+
+    def _follow(self, command: cmd.FollowLive, live: None) -> None:
+        worker = self._workers.get((command.old, command.old_epoch))
+        if worker is not None:
+            new = (command.new, command.new_epoch)
+            call = pb.FollowLiveRequest(
+                source_replica=command.new,
+                source_epoch=command.new_epoch,
+                source_endpoint=self._endpoint(*new, worker),
+                transport=self._transport(worker, new),
+            )
+            worker.start(worker.calls.follow_live(command.pair_id, call))
 
     def _release(self, command: cmd.ReleaseKv, live: LiveRequest | None) -> None:
         worker = self._workers.get((command.replica, command.epoch))

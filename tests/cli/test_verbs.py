@@ -59,7 +59,7 @@ def test_status_shows_who_is_there_what_runs_and_what_is_wrong(
     assert status.status(where=at(server)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "queue  0 requests, 0 tokens"
-    assert lines[2] == "open   0 queued, 0 prefilling, 0 migrating, 1 decoding"
+    assert lines[2] == "open   0 queued, 0 prefilling, 0 relayed, 0 migrating, 1 decoding"
     table = {line.split()[0]: line for line in lines[6:]}
     assert table["r0"].split() == ["r0", "prefill", "Prefill", "1", "100", "30/30", "0/64", "0"]
     assert table["r1"].endswith("1         draining, 90 s left")
@@ -194,6 +194,14 @@ def test_mutate_waits_for_the_role(node: OperatedNode, server: Served) -> None:
     assert node.world.replica("r2").state == "Prefill"
 
 
+def test_status_shows_pairs(
+    node: OperatedNode, server: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node.feed(ev.LivePairRequested("r3", "r0"))
+    assert status.status(where=at(server)) == 0
+    assert "pair 1  r3 serves while it loads, r0 finishes for it" in capsys.readouterr().out
+
+
 def test_the_policy_is_shown_and_changed(
     server: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,6 +237,9 @@ def test_a_preset_changes_the_policy_by_the_originals_names(
         (lambda where: verbs.restart("r0", all=True, where=where), "or give --all or --stop", 2),
         (lambda where: verbs.restart(where=where), "name a replica", 2),
         (lambda where: verbs.drain("../x", where=where), "no replica", 1),
+        (lambda where: verbs.live("r3", old="x", where=where), 'no replica "x"; there are r0', 1),
+        (lambda where: verbs.live("r1", old="r0", where=where), "an inactive one can go live", 1),
+        (lambda where: verbs.live("r3", old="r1", where=where), "a Prefill can finish", 1),
     ],
 )
 def test_what_is_refused_is_said_and_is_no_success(
@@ -267,7 +278,9 @@ def test_without_a_daemon_it_says_how_to_start_one(
     assert status.status(where=Where(admin="127.0.0.1:11237")) == 2
 
 
-@pytest.mark.parametrize("verb", ["status", "scale", "drain", "undrain", "restart", "mutate"])
+@pytest.mark.parametrize(
+    "verb", ["status", "scale", "drain", "undrain", "restart", "mutate", "live"]
+)
 def test_each_verb_explains_itself(verb: str) -> None:
     argv = [sys.executable, "-m", "blitzd", verb, "--help"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
