@@ -35,9 +35,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Load:
     """A LoadModel under way."""
 
-    def __init__(self, client: Client, model: Path, *peers: Client) -> None:
+    def __init__(self, client: Client, model: Path, *peers: Client, floor_ms: int = 0) -> None:
         self.client = client
         self.progress: list[pb.LoadProgress] = []
+        self.told_s: list[float] = []
+        """When, since this load was asked for."""
         self.moved = asyncio.Condition()
         self.call = pb.LoadModelRequest(
             model_path=str(model),
@@ -46,14 +48,17 @@ class Load:
                 pb.WeightPeer(replica_id=p.replica, epoch=p.epoch, endpoint=str(p.process.socket))
                 for p in peers
             ],
+            floor_ms=floor_ms,
         )
         self.task = asyncio.create_task(self._run())
         # Its end is looked at where it matters.
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _run(self) -> pb.LoadProgress:
+        began = time.monotonic()
         async for progress in self.client.stub.load_model(self.call):
             async with self.moved:
+                self.told_s.append(time.monotonic() - began)
                 self.progress.append(progress)
                 self.moved.notify_all()
         return self.progress[-1]
@@ -121,6 +126,20 @@ def test_a_chain_of_workers_without_weights_computes_what_the_source_does(zygote
             assert len(expected) == 6
             for target in targets:
                 assert await tokens(target) == expected
+
+    run(talk())
+
+
+def test_a_floor_under_a_load_is_spread_over_its_layers(zygotes, model, hollow):
+    async def talk() -> None:
+        async with workers(zygotes, "s", "a") as (source, target):
+            await Load(source, model).end()
+            load = Load(target, hollow, source, floor_ms=500)
+            await load.end()
+            shares = [p.bytes_loaded / p.bytes_total for p in load.progress]
+            assert len(shares) > LARGE["layers"] and shares[-1] == 1
+            for told_s, share in zip(load.told_s, shares, strict=True):
+                assert told_s >= 0.5 * share - 0.01
 
     run(talk())
 
