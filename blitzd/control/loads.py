@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from blitzd.control import host_cache
+from blitzd.control import host_cache, pairs
 from blitzd.control.commands import LoadModel
 from blitzd.control.holders import Upstream, chains, from_source, givers, kv_leaves, one_a_link
 from blitzd.control.ladder import is_off
@@ -41,13 +41,38 @@ def start(turn: Turn, replicas: Sequence[Replica]) -> None:
             return
         off = is_off(turn.policy, rung.name)
         found = {} if off else rung.find(turn, _asking(rung, left.values()))
+        tails = found.keys() - {upstream[0][0] for upstream in found.values() if upstream}
         # In the order of the chains: no state shows a load from one that does not load yet.
         for replica_id, upstream in found.items():
-            _begin(turn, left.pop(replica_id), rung.name, upstream, tuple(skipped[replica_id]))
+            replica, before = left.pop(replica_id), tuple(skipped[replica_id])
+            old = _old_for(turn, replica) if upstream and replica_id in tails else None
+            if old is not None:
+                pairs.open_pair(turn, replica, old, upstream, rung.name, before)
+            else:
+                _begin(turn, replica, rung.name, upstream, before)
         for replica in left.values():
             tired = rung.from_peers and replica.peer_failures >= TRIES
             why = off or (f"peers failed it {TRIES} times in a row" if tired else rung.none)
             skipped[replica.id].append((rung.name, why))
+
+
+def from_peers(turn: Turn, replica: Replica) -> tuple[str, Upstream] | None:
+    """(rung, whom) it can get weights from over a link; None: nobody."""
+    for rung in RUNGS:
+        if rung.from_peers and not is_off(turn.policy, rung.name):
+            upstream = rung.find(turn, [replica]).get(replica.id)
+            if upstream:
+                return rung.name, upstream
+    return None
+
+
+def _old_for(turn: Turn, replica: Replica) -> Replica | None:
+    """Who finishes for it while it loads; None: nobody does, and it does not serve before its
+    last layer. Only the end of a chain goes live: its egress is free for what it hands over,
+    and it has its last layer last. One that failed tries the plain way."""
+    if not turn.policy.ladder_live or replica.role != "prefill" or replica.peer_failures:
+        return None
+    return pairs.best_old(turn)
 
 
 def _asking(rung: LoadRung, replicas: Iterable[Replica]) -> list[Replica]:

@@ -42,6 +42,10 @@ IMPLIES: dict[str, tuple[str, ...]] = {
     "eval_sllm_pro": ("cache_all_hit", "mutate"),
     "eval_net": ("impl_blitz", "unidirect", "impl_nvl"),
     "eval_fast_wo_nvl": ("impl_blitz", "impl_fast"),
+    "live": ("impl_blitz",),
+    "impl_live": ("live",),
+    "test_live": ("live",),
+    "eval_fast_live_wo_nvl": ("eval_fast_wo_nvl", "impl_live"),
     "test_nvl": ("impl_nvl",),
     "manually_scale": (),
     "static": (),
@@ -55,18 +59,13 @@ SHARDED = (
     "it multicasts shards over several network links of a node at once, and gathers them over"
     " NVLink; no node that blitzd runs on has either. Chains are impl_fast"
 )
-LIVE = "the ladder does not let new replicas serve while they load"
 REFUSED: dict[str, str] = {
     "impl_tanz": SHARDED,
     "test_tanz": f"it is impl_tanz: {SHARDED}",
     "impl_fast_pro": f"it contains impl_tanz: {SHARDED}",
     "eval_fast": f"it contains impl_tanz: {SHARDED}; eval_fast_wo_nvl is the chain without it",
-    "eval_all": f"it contains impl_tanz: {SHARDED}; {DEFAULT} is all that there is",
-    "live": LIVE,
-    "impl_live": LIVE,
-    "impl_live_pro": LIVE,
-    "test_live": LIVE,
-    "eval_fast_live_wo_nvl": f"{LIVE}; eval_fast_wo_nvl is the same without",
+    "eval_all": f"it contains impl_tanz: {SHARDED}; eval_fast_live_wo_nvl,impl_nvl is the rest",
+    "impl_live_pro": f"it contains impl_tanz: {SHARDED}; impl_live is the rest of it",
     "statistic": (
         "it needs no switch while a daemon runs: blitzd replay DIR --csv FILE writes the same time"
         " series, and more, from any log afterwards"
@@ -167,6 +166,8 @@ def _values(features: set[str]) -> dict[str, int]:
         "ladder_chain": int("impl_fast" in features),
         "ladder_p2p": int("impl_rdma" in features),
         "ladder_prefills_give": int("unidirect" in features),
+        "ladder_live": int("live" in features),
+        "ladder_live_decode": int({"live", "mutate"} <= features),
         "ladder_host": int(bool(cached)),
         "host_ttl_ms": 0 if cached - {"cache_replace"} else Policy().host_ttl_ms,
         "mutate_after_load": int(sllm),
