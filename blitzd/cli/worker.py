@@ -31,6 +31,7 @@ def worker(
     tls_cert: str = "",
     tls_key: str = "",
     tls_ca: str = "",
+    network_device: str = "",
     model: Path | None = None,
     verify_kv: Annotated[bool, Parameter(env_var="BLITZD_VERIFY_KV")] = False,
 ) -> int:
@@ -67,6 +68,8 @@ def worker(
         Its key.
     tls_ca
         The authority that signed the certificates of all nodes.
+    network_device
+        That weights and KV of other nodes pass, such as eth1 or mlx5_0:1; by default any.
     model
         A prepared directory to map and warm up while nothing else is to be done, since a load of
         it will probably follow.
@@ -80,6 +83,7 @@ def worker(
             orphan_timeout_s=orphan_timeout,
             host=host,
             tls=Tls(tls_cert, tls_key, tls_ca),
+            network_device=network_device,
             verify_kv=verify_kv,
             model=model and model.absolute(),
             replica=ReplicaOptions(

@@ -72,7 +72,12 @@ class EngineService(pb.EngineBase):
         self.standby = Standby()
         """For whoever has time before the first load."""
         self._weights = WeightLoader(
-            identity, self._ucx, Sources(tls), options.weights, self.standby
+            identity,
+            self._ucx,
+            Sources(tls),
+            options.weights,
+            self.standby,
+            kv_socket.with_suffix("").with_suffix(".w.sock"),
         )
         self._replica: Replica | None = None
         self._arena_server: ArenaServer | None = None
@@ -240,6 +245,8 @@ class EngineService(pb.EngineBase):
             return await self._open_replica(prepared, message)
         if not message.peers or self._options.device != "cpu":
             raise InvalidField("live: only with peers, and on a CPU")
+        if message.shards:
+            raise InvalidField("live: not with shards, since no layer is there before the last is")
         self._early = None
 
         async def arriving(prepared: Prepared) -> None:

@@ -15,9 +15,10 @@ from blitzd.engine.standby import Standby
 from blitzd.engine.tokenizer import Tokenizer
 from blitzd.engine.weights import drop_cached
 from blitzd.engine.weights_filling import Filling
-from blitzd.engine.weights_pull import WeightPull, peers_of
+from blitzd.engine.weights_peers import plan_of
+from blitzd.engine.weights_pull import WeightPull
 from blitzd.engine.weights_serve import Offer, WeightServer
-from blitzd.fabric import Identity, UcxFabric
+from blitzd.fabric import ArenaServer, Identity, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
 
 KEEP_S = 60.0
@@ -36,8 +37,13 @@ class WeightLoader:
         sources: Sources,
         how: Weights,
         standby: Standby,
+        socket: Path,
     ) -> None:
-        """`how` weights of the directory's own file are held; received ones are a copy."""
+        """`how` weights of the directory's own file are held; received ones are a copy, which
+        those of a sharded load find at `socket`."""
+        self._identity = identity
+        self._socket = socket
+        self._arena_server: ArenaServer | None = None
         self._standby = standby
         self._ucx = ucx
         self._how = how
@@ -62,20 +68,31 @@ class WeightLoader:
         """
         directory = Path(message.model_path)
         try:
-            if message.peers:
-                peers = peers_of(message)
-                filling, floor_s = self._resumed(directory), message.floor_ms / 1e3
-                pull = WeightPull(filling, peers, self._ucx, self._sources, deadline, floor_s)
+            if message.peers or message.shards:
+                plan = plan_of(message)
+                filling = self._resumed(directory, shared=bool(plan.shards))
+                pull = WeightPull(
+                    filling,
+                    plan,
+                    self._identity,
+                    self._ucx,
+                    self._sources,
+                    deadline,
+                    message.floor_ms / 1e3,
+                )
                 prepared = await self._fill(filling, pull, tell, arriving)
             else:
                 self._forget()
                 prepared = await asyncio.to_thread(self._take, message.file, directory, tell)
-            size = len(prepared.weights)
-            whole = Offer(prepared.config.digest, prepared.weights, size, lambda: size)
+            size, path = len(prepared.weights), self._map_path
+            whole = Offer(
+                prepared.config.digest, prepared.weights, size, lambda _: size, map_path=path
+            )
             await self.server.offer(whole)
             return prepared
         except BaseException:
             await self.server.withdraw()
+            await self._hide()
             raise
 
     def _take(
@@ -99,9 +116,18 @@ class WeightLoader:
         tell: Callable[[pb.LoadProgress], None],
         arriving: Callable[[Prepared], Awaitable[None]] | None,
     ) -> Prepared:
-        began, resumed_at = time.monotonic(), filling.arrived
-        offer = Offer(filling.digest, filling.buffer, filling.size, lambda: filling.arrived)
-        await self.server.offer(offer)
+        began, resumed_at = time.monotonic(), filling.coverage.total()
+        await self._show(filling)
+        await self.server.offer(
+            Offer(
+                filling.digest,
+                filling.buffer,
+                filling.size,
+                filling.coverage.reach,
+                filling.until,
+                self._map_path,
+            )
+        )
         # Beside the transfer, which mostly waits for the network.
         opening = asyncio.create_task(asyncio.to_thread(open_tokenizer, filling.directory))
         opening.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -128,18 +154,39 @@ class WeightLoader:
         """Offers nothing any more. Returns when nobody reads the weights."""
         self._forget()
         await self.server.withdraw()
+        await self._hide()
 
     async def close(self) -> None:
         await self.give_up()
         self._sources.close()
 
+    # The arena, for the neighbours that gather from it.
+
+    @property
+    def _map_path(self) -> str:
+        return "" if self._arena_server is None else str(self._arena_server.path)
+
+    async def _show(self, filling: Filling) -> None:
+        await self._hide()
+        if filling.arena is not None:
+            server = ArenaServer(self._socket, filling.arena, str(self._identity))
+            await server.start()
+            self._arena_server = server
+
+    async def _hide(self) -> None:
+        server, self._arena_server = self._arena_server, None
+        if server is not None:
+            await server.close()
+
     # What a failed load leaves.
 
-    def _resumed(self, directory: Path) -> Filling:
+    def _resumed(self, directory: Path, shared: bool) -> Filling:
         kept = self._kept
         self._forget()
-        fresh = Filling(directory)
-        return kept if kept is not None and kept.file == fresh.file else fresh
+        fresh = Filling(directory, shared)
+        if kept is None or kept.file != fresh.file or (shared and kept.arena is None):
+            return fresh
+        return kept
 
     def _keep(self, filling: Filling) -> None:
         self._kept = filling

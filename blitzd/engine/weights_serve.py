@@ -2,13 +2,14 @@
 
 The arena may be on its way in itself. Then what arrives is forwarded at once, by the chunk
 and unchecked: each receiver checks every section against `model.json`, so a damaged one is
-noticed by all of them and costs the chain no time.
+noticed by all of them and costs the chain no time. A neighbour that gathers shards maps the
+arena and is told, whenever it asks, how much of a shard is there.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import structlog
@@ -21,6 +22,8 @@ SENDS = 16
 """At a time. A chain needs one; the rest is for those whose source has died."""
 SEND_S = 3600.0
 """The receiver keeps the deadline that counts, and is watched."""
+GATHER_BYTES = 4 << 20
+"""That a neighbour is called for, unless fewer are left or come."""
 
 log = structlog.get_logger()
 
@@ -32,8 +35,12 @@ class Offer:
     digest: str
     buffer: object
     size: int
-    arrived: Callable[[], int]
-    """How many of the first bytes are there. Asked on the fabric's thread."""
+    reach: Callable[[int], int]
+    """How far the bytes from an offset on are there. Asked on the fabric's thread."""
+    until: Callable[[int, int], Awaitable[None]] | None = None
+    """Waits until all between two offsets are there. None: they are."""
+    map_path: str = ""
+    """Where the arena's descriptor is handed out; empty: nowhere."""
 
 
 class WeightServer:
@@ -60,25 +67,48 @@ class WeightServer:
             await asyncio.wait(sends)
 
     async def run(self, message: pb.ServeWeightsRequest, deadline: float) -> pb.ServeWeightsReply:
-        """When it answers, the bytes are on their way, or will be as they arrive here.
+        """When it answers, the bytes are on their way, or will be as they arrive here; with
+        TRANSPORT_MAP some lie where the reply says.
 
         Raises NotReady (another epoch, another model, none within `wait_ms`), InvalidField,
         Overloaded.
         """
         if message.source_epoch != self._identity.epoch:
             raise NotReady(f"source_epoch: {message.source_epoch}; this is {self._identity}")
-        await self._ucx.start()
+        until = time.monotonic() + message.wait_ms / 1e3
+        if message.transport is not pb.Transport.MAP:
+            await self._ucx.start()
         offer = await self._await_offer(
-            message.model_digest, min(message.wait_ms / 1e3, deadline - time.monotonic())
+            message.model_digest, min(until, deadline) - time.monotonic()
         )
-        if message.offset > offer.size:
-            raise InvalidField(f"offset: {message.offset}; the weights have {offer.size} bytes")
+        end = message.offset + message.length if message.length else offer.size
+        if not message.offset <= end <= offer.size:
+            raise InvalidField(
+                f"offset, length: {message.offset}, {message.length}; the weights have"
+                f" {offer.size} bytes"
+            )
+        if message.transport is pb.Transport.MAP:
+            return await self._point_to(offer, message.offset, end, min(until, deadline))
         if len(self._sends) >= SENDS:
             raise Overloaded(f"{self._identity} sends its weights to {SENDS} already")
-        send = asyncio.create_task(self._send(offer, message))
+        send = asyncio.create_task(self._send(offer, message, end))
         self._sends.add(send)
         send.add_done_callback(self._sends.discard)
         return pb.ServeWeightsReply(ucx_address=self._ucx.address)
+
+    async def _point_to(
+        self, offer: Offer, offset: int, end: int, until: float
+    ) -> pb.ServeWeightsReply:
+        if not offer.map_path:
+            raise NotReady(f"transport: MAP; the weights of {self._identity} cannot be mapped")
+        if offer.until is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(until - time.monotonic()):
+                    await offer.until(offset, min(end, offset + GATHER_BYTES))
+        arrived = min(end, offer.reach(offset)) - offset
+        if not arrived and offset < end:
+            raise NotReady(f"offset: {offset}; nothing after it has come to {self._identity}")
+        return pb.ServeWeightsReply(map_path=offer.map_path, arrived=arrived)
 
     async def _await_offer(self, digest: str, within_s: float) -> Offer:
         with contextlib.suppress(TimeoutError):
@@ -91,7 +121,7 @@ class WeightServer:
             raise NotReady(f"model_digest: {digest}; {self._identity} has {offer.digest}")
         return offer
 
-    async def _send(self, offer: Offer, message: pb.ServeWeightsRequest) -> None:
+    async def _send(self, offer: Offer, message: pb.ServeWeightsRequest, end: int) -> None:
         offset = message.offset
         deadline = time.monotonic() + SEND_S
         try:
@@ -99,9 +129,9 @@ class WeightServer:
                 message.ucx_address,
                 message.ucx_tag,
                 offer.buffer,
-                [(offset, offer.size - offset)],
+                [(offset, end - offset)],
                 deadline,
-                available=lambda: offer.arrived() - offset,
+                available=lambda: offer.reach(offset) - offset,
             )
             log.info("weights sent", offset=offset, bytes=sent)
         except (FabricError, ValueError) as error:

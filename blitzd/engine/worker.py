@@ -49,6 +49,9 @@ class WorkerOptions:
     """Of this node, to listen on for other nodes, on any free port; empty: not at all."""
     tls: Tls = PLAIN
     """Between nodes."""
+    network_device: str = ""
+    """That this worker's bytes to other nodes pass, as UCX names it (eth1, mlx5_0:1); empty: any
+    of the machine."""
     verify_kv: bool = False
     """Compare checksums of imported KV with the source's."""
     replica: ReplicaOptions = field(default_factory=ReplicaOptions)
@@ -75,6 +78,9 @@ def run(options: WorkerOptions) -> int:
         with contextlib.suppress(PermissionError):  # a group leader started by a shell
             os.setsid()
     _log_to_stderr(options.identity)
+    if options.network_device:
+        # The loopback leads to the other workers of this node, whichever device is theirs.
+        os.environ["UCX_NET_DEVICES"] = f"{options.network_device},lo"
     return uvloop.run(serve(options))
 
 

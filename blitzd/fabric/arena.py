@@ -8,6 +8,7 @@ import errno
 import fcntl
 import mmap
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -36,16 +37,17 @@ class SharedArena:
             raise ValueError(f"size: {size}; accepted: at least 1 byte")
         self.size = size
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._release = weakref.finalize(self, os.close, self.fd)
         try:
             if prefault:
                 _reserve(self.fd, size)
             os.ftruncate(self.fd, size)
-            self._mapping = mmap.mmap(self.fd, size, mmap.MAP_SHARED)
+            self.mapping = mmap.mmap(self.fd, size, mmap.MAP_SHARED)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
         except BaseException:
-            os.close(self.fd)
+            self.close()
             raise
-        self.bytes: Bytes = np.frombuffer(self._mapping, dtype=np.uint8)
+        self.bytes: Bytes = np.frombuffer(self.mapping, dtype=np.uint8)
         """The arena as uint8[size], writable."""
         if prefault:
             self.bytes[:: mmap.PAGESIZE] = 0
@@ -53,13 +55,13 @@ class SharedArena:
     @property
     def buffer(self) -> memoryview:
         """The arena for `torch.frombuffer` and the like: format "B", writable."""
-        return memoryview(self._mapping)
+        return memoryview(self.mapping)
 
     def close(self) -> None:
-        """Gives the descriptor back. The memory goes with its last view, here or elsewhere."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        """Gives the descriptor back, as the end of this object does. The memory goes with its
+        last view, here or elsewhere."""
+        self._release()
+        self.fd = -1
 
 
 def _reserve(fd: int, size: int) -> None:

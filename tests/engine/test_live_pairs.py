@@ -70,7 +70,7 @@ class Gate(pb.EngineBase):
 
     async def __aenter__(self) -> "Gate":
         size = len(self._bytes)
-        await self._weights.offer(Offer(self._digest, self._bytes, size, lambda: self._allowed))
+        await self._weights.offer(Offer(self._digest, self._bytes, size, lambda _: self._allowed))
         await self._server.start(path=str(self.path))
         return self
 

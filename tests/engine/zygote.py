@@ -18,7 +18,7 @@ from blitzd.engine.options import ReplicaOptions
 from blitzd.engine.worker import WorkerOptions, run
 from blitzd.fabric import Identity
 from blitzd.fabric.ucx_env import binding
-from tests.hosts.netns import enter
+from tests.hosts.netns import move_to
 
 
 def become_worker(order: dict[str, object], log: str) -> None:
@@ -31,7 +31,7 @@ def become_worker(order: dict[str, object], log: str) -> None:
         # KV apart from the buffer that peers see, as on a device.
         blitzd.engine.replica.model_device = lambda *_: torch.device("cpu")
     if namespace := order.pop("namespace", ""):
-        enter(str(namespace))
+        move_to(str(namespace))
     replica = ReplicaOptions(**order.pop("replica", {}))  # type: ignore[arg-type]
     options = WorkerOptions(
         identity=Identity.parse(str(order.pop("identity"))),

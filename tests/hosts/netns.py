@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TypeVar
 
 CLONE_NEWNET = 0x40000000
+CLONE_NEWNS = 0x20000
+MS_REC, MS_SLAVE = 0x4000, 0x80000
 BURST = "128k"
 LATENCY = "50ms"
 
@@ -46,11 +48,28 @@ def enter(namespace: str) -> None:
             raise OSError(ctypes.get_errno(), f"setns {namespace}")
 
 
-class Hosts:
-    """`count` hosts, named by number; made by `hosts`."""
+def move_to(namespace: str) -> None:
+    """Moves this process, which has one thread, there: its sockets, and the devices that it
+    sees in /sys, where UCX looks for them."""
+    enter(namespace)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare: a mount namespace")
+    for what, where, kind, flags in (
+        (None, b"/", None, MS_REC | MS_SLAVE),
+        (namespace.encode(), b"/sys", b"sysfs", 0),
+    ):
+        if libc.mount(what, where, kind, flags, None):
+            raise OSError(ctypes.get_errno(), f"mount {where.decode()}")
 
-    def __init__(self, count: int, rate_mbit: float) -> None:
+
+class Hosts:
+    """`count` hosts, named by number, with `links` network devices each, eth0, eth1 and so on.
+    Those of one number are joined by a switch of their own. Made by `hosts`."""
+
+    def __init__(self, count: int, rate_mbit: float, links: int = 1) -> None:
         self.count = count
+        self.links = links
         self.rate_mbit = rate_mbit
         self._prefix = f"bz{os.getpid() % 100_000}"
         self.switch = f"{self._prefix}s"
@@ -58,37 +77,52 @@ class Hosts:
     def name(self, host: int) -> str:
         return f"{self._prefix}h{host}"
 
-    def address(self, host: int) -> str:
-        return f"10.77.0.{host + 1}"
+    def address(self, host: int, link: int = 0) -> str:
+        return f"10.77.{link}.{host + 1}"
 
     def up(self) -> None:
         switch = self.switch
         _run(f"ip netns add {switch}")
         options = "type bridge stp_state 0 forward_delay 0 mcast_snooping 0"
-        _run(f"ip -n {switch} link add br0 {options}")
-        _run(f"ip -n {switch} link set br0 up")
+        for link in range(self.links):
+            _run(f"ip -n {switch} link add br{link} {options}")
+            _run(f"ip -n {switch} link set br{link} up")
         for host in range(self.count):
-            name, port = self.name(host), f"p{host}"
+            name = self.name(host)
             _run(f"ip netns add {name}")
             _run(f"ip -n {name} link set lo up")
-            _run(f"ip -n {switch} link add {port} type veth peer name eth0 netns {name}")
-            _run(f"ip -n {switch} link set {port} master br0 up")
-            _run(f"ip -n {name} addr add {self.address(host)}/24 dev eth0")
-            _run(f"ip -n {name} link set eth0 up")
-            self.limit(host, self.rate_mbit)
+            for link in range(self.links):
+                self._join(host, link)
 
-    def limit(self, host: int, rate_mbit: float) -> None:
+    def _join(self, host: int, link: int) -> None:
+        switch, name, port, device = (
+            self.switch,
+            self.name(host),
+            self._port(host, link),
+            f"eth{link}",
+        )
+        _run(f"ip -n {switch} link add {port} type veth peer name {device} netns {name}")
+        _run(f"ip -n {switch} link set {port} master br{link} up")
+        _run(f"ip -n {name} addr add {self.address(host, link)}/24 dev {device}")
+        _run(f"ip -n {name} link set {device} up")
+        self.limit(host, self.rate_mbit, link)
+
+    @staticmethod
+    def _port(host: int, link: int) -> str:
+        return f"p{host}-{link}"
+
+    def limit(self, host: int, rate_mbit: float, link: int = 0) -> None:
         """Both ways of the host's link."""
         shape = f"root tbf rate {round(rate_mbit * 1e3)}kbit burst {BURST} latency {LATENCY}"
-        _run(f"tc -n {self.name(host)} qdisc replace dev eth0 {shape}")
-        _run(f"tc -n {self.switch} qdisc replace dev p{host} {shape}")
+        _run(f"tc -n {self.name(host)} qdisc replace dev eth{link} {shape}")
+        _run(f"tc -n {self.switch} qdisc replace dev {self._port(host, link)} {shape}")
 
-    def cut(self, host: int) -> None:
+    def cut(self, host: int, link: int = 0) -> None:
         """Takes the switch's port of the host down."""
-        _run(f"ip -n {self.switch} link set p{host} down")
+        _run(f"ip -n {self.switch} link set {self._port(host, link)} down")
 
-    def mend(self, host: int) -> None:
-        _run(f"ip -n {self.switch} link set p{host} up")
+    def mend(self, host: int, link: int = 0) -> None:
+        _run(f"ip -n {self.switch} link set {self._port(host, link)} up")
 
     def down(self) -> None:
         for name in (self.switch, *map(self.name, range(self.count))):
@@ -118,8 +152,8 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def hosts(count: int, rate_mbit: float) -> Iterator[Hosts]:
-    made = Hosts(count, rate_mbit)
+def hosts(count: int, rate_mbit: float, links: int = 1) -> Iterator[Hosts]:
+    made = Hosts(count, rate_mbit, links)
     try:
         made.up()
         yield made

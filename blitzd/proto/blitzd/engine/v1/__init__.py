@@ -759,6 +759,16 @@ class LoadModelRequest(betterproto2.Message):
     the load takes at least so long, for experiments
     """
 
+    shards: "list[WeightPeer]" = betterproto2.field(
+        7, betterproto2.TYPE_MESSAGE, repeated=True
+    )
+    """
+    A sharded load: the arena is cut into as many ranges as these are. Range i is taken over
+    the network by the worker shards[i] alone, over a link of its own, and by the others of
+    its scale-up domain from it. This worker may be one of them. For a range that nobody of
+    them can bring, each turns to its own peers, who have all.
+    """
+
 
 default_message_pool.register_message(
     "blitzd.engine.v1", "LoadModelRequest", LoadModelRequest
@@ -995,6 +1005,16 @@ class ServeWeightsReply(betterproto2.Message):
     the source's fabric address, to receive from
     """
 
+    map_path: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
+    """
+    unix socket that hands out the arena's descriptor, for TRANSPORT_MAP
+    """
+
+    arrived: "int" = betterproto2.field(3, betterproto2.TYPE_UINT64)
+    """
+    so many of the bytes that were asked for are there, from the first on
+    """
+
 
 default_message_pool.register_message(
     "blitzd.engine.v1", "ServeWeightsReply", ServeWeightsReply
@@ -1015,7 +1035,7 @@ class ServeWeightsRequest(betterproto2.Message):
 
     offset: "int" = betterproto2.field(3, betterproto2.TYPE_UINT64)
     """
-    of the first byte that is wanted; all after it follow
+    of the first byte that is wanted
     """
 
     ucx_address: "bytes" = betterproto2.field(4, betterproto2.TYPE_BYTES)
@@ -1030,7 +1050,20 @@ class ServeWeightsRequest(betterproto2.Message):
 
     wait_ms: "int" = betterproto2.field(6, betterproto2.TYPE_UINT32)
     """
-    For the source to begin to load, if it has not: in a chain, all are told at once.
+    For the source to begin to load, if it has not: in a chain, all are told at once. With
+    TRANSPORT_MAP also for a byte to arrive.
+    """
+
+    length: "int" = betterproto2.field(7, betterproto2.TYPE_UINT64)
+    """
+    so many bytes; 0: all after `offset`
+    """
+
+    transport: "Transport" = betterproto2.field(
+        8, betterproto2.TYPE_ENUM, default_factory=lambda: Transport(0)
+    )
+    """
+    TRANSPORT_MAP: nothing is sent. It answers when some of the bytes are there.
     """
 
 
@@ -1257,6 +1290,13 @@ class WeightPeer(betterproto2.Message):
     its gRPC server: a unix socket's path, or HOST:PORT
     """
 
+    transport: "Transport" = betterproto2.field(
+        4, betterproto2.TYPE_ENUM, default_factory=lambda: Transport(0)
+    )
+    """
+    MAP: of `shards`, it is on this node. Anything else: over UCX
+    """
+
 
 default_message_pool.register_message("blitzd.engine.v1", "WeightPeer", WeightPeer)
 
@@ -1320,7 +1360,8 @@ class EngineStub(betterproto2_grpclib.ServiceStub):
         """
         Asked of a worker by one that loads the same model: send me your arena's bytes from
         `offset` on, over UCX. A worker that is loading itself forwards them as they arrive, so
-        workers that ask each other in a row are a chain.
+        workers that ask each other in a row are a chain. Or, of one on the same node that loads
+        its shard of them: where they lie, and how many are there by now.
         """
 
         return await self._unary_unary(
@@ -1647,7 +1688,8 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
         """
         Asked of a worker by one that loads the same model: send me your arena's bytes from
         `offset` on, over UCX. A worker that is loading itself forwards them as they arrive, so
-        workers that ask each other in a row are a chain.
+        workers that ask each other in a row are a chain. Or, of one on the same node that loads
+        its shard of them: where they lie, and how many are there by now.
         """
 
         raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
