@@ -47,6 +47,8 @@ class LoadModel:
     live: bool = False
     """It serves while the weights come, which takes peers: with the first progress message it
     says its blocks (LoadMoved), and is given prompts."""
+    shards: tuple[tuple[str, int], ...] = ()
+    """(replica, epoch) of those that bring a shard each to its domain; not of a live load."""
 
 
 @dataclass(frozen=True, slots=True)

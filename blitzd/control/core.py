@@ -88,6 +88,7 @@ HANDLERS: dict[type[Payload], Callable[[Turn, Any], None]] = {
     ev.RoleRequested: roles.role_requested,
     ev.DeactivateRequested: roles.deactivate_requested,
     ev.LivePairRequested: roles.live_pair_requested,
+    ev.PairDrained: roles.pair_drained,
     ev.Relayed: pairs.relayed,
     ev.FollowEnded: pairs.follow_ended,
     ev.ScaleRequested: scaling.scale_requested,
@@ -144,7 +145,6 @@ class Core:
             scaling.scale(turn)
             roles.settle(turn)
             replicas.tend(turn)
-            pairs.tend(turn)
             handoff.move(turn)
             leases.dispatch(turn)
             requests.dispatch(turn)

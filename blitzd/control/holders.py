@@ -1,8 +1,9 @@
 """Which replicas can give their weights to others, and to whom."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from blitzd.control import multicast
+from blitzd.control import multicast, shards
 from blitzd.control.topology import topology_of
 from blitzd.control.turn import Turn
 from blitzd.fsm import ClusterState, Replica, ReplicaState
@@ -19,6 +20,19 @@ PEERS = 8
 
 Upstream = tuple[tuple[str, int], ...]
 """(replica, epoch), nearest first."""
+
+
+class Given(NamedTuple):
+    """Where a load's weights come from."""
+
+    peers: Upstream = ()
+    """None: from the node's own file."""
+    shards: Upstream = ()
+    """Who of its domain brings which shard; none: the load is not sharded."""
+
+
+def given(chains: Mapping[str, Upstream]) -> dict[str, Given]:
+    return {replica_id: Given(upstream) for replica_id, upstream in chains.items()}
 
 
 def chains(
@@ -40,6 +54,51 @@ def chains(
             found[target_id] = upstream[:PEERS]
             upstream = ((target_id, replicas[target_id].epoch), *upstream)
     return found
+
+
+def sharded(
+    turn: Turn, sources: Sequence[Replica], targets: Sequence[Replica], busy: set[str]
+) -> dict[str, Given]:
+    """Of each target that shards reach. Its peers are those of its own shard's chain, nearest
+    first: each of them has all of the weights, or will."""
+    if not turn.state.topology:
+        return {}
+    busy_in = {way.link for way, _ in traffic(turn.state) if way.direction == "in"}
+    found: dict[str, Given] = {}
+    for one in shards.plan(
+        topology_of(turn.state, (*sources, *targets)),
+        [r.id for r in sources],
+        [r.id for r in targets],
+        busy,
+        busy_links(turn),
+        busy_in,
+    ):
+        for upstreams, beside in _places(turn.state, one):
+            takers = tuple(_named(turn.state, taker) for taker in upstreams)
+            for taker, upstream in upstreams.items():
+                found[taker] = Given(upstream[:PEERS], takers)
+            for target in beside:
+                found[target] = Given(takers[:PEERS], takers)
+    return found
+
+
+def _places(
+    state: ClusterState, one: shards.Sharded
+) -> Iterator[tuple[dict[str, Upstream], tuple[str, ...]]]:
+    """Of each domain, in the order in which the bytes pass them: the upstream of each taker,
+    by shard, and those that take none."""
+    upstreams = [from_source(state.replicas[chain.source]) for chain in one.chains]
+    for place, beside in enumerate(one.beside):
+        takers = [chain.targets[place] for chain in one.chains]
+        yield dict(zip(takers, upstreams, strict=True)), beside
+        upstreams = [
+            (_named(state, taker), *upstream)
+            for taker, upstream in zip(takers, upstreams, strict=True)
+        ]
+
+
+def _named(state: ClusterState, replica_id: str) -> tuple[str, int]:
+    return replica_id, state.replicas[replica_id].epoch
 
 
 def from_source(source: Replica) -> Upstream:

@@ -8,11 +8,10 @@ those before it did not apply.
 2. *reuse* one that is empty and still has the weights (those that had the role first: their
    KV guard stays as it is, then those that were empty longest),
 3. *load* one without weights. Where these come from are the rungs that follow, in `loads`,
-   decided when the worker is there: *map*, *nvlink*, *chain*, *p2p*, *host*, *disk*.
+   decided when the worker is there: *map*, *nvlink*, *shard*, *chain*, *p2p*, *host*, *disk*.
 
 The order is the original's (reference 4.1), with the mapped file before the network: nothing
-moves then. What it builds on machines that share sharded links is not here: no node that we
-run on has two network links.
+moves then.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,15 +33,12 @@ def is_off(policy: Policy, rung: str) -> str:
     return "" if getattr(policy, name, 1) else f"off: {name} is 0"
 
 
-def climb(
-    turn: Turn, role: str, count: int, at_once: bool = False, to_load: bool = True
-) -> list[Replica]:
+def climb(turn: Turn, role: str, count: int, at_once: bool = False) -> list[Replica]:
     """Raises so many spares to `role`, or as many as there are. `at_once`: only those that can
-    begin now, since their worker is there and does not restart. `to_load`: those too that have
-    to load."""
+    begin now, since their worker is there and does not restart."""
     raised: list[Replica] = []
     skipped: tuple[tuple[str, str], ...] = ()
-    for rung in RUNGS if to_load else RUNGS[:-1]:
+    for rung in RUNGS:
         if len(raised) == count:
             break
         why = is_off(turn.policy, rung.name)
@@ -90,11 +86,6 @@ def _nulls(turn: Turn, role: str, at_once: bool) -> list[Replica]:
 
 def _inactive(turn: Turn, _: str, at_once: bool) -> list[Replica]:
     return _spares(turn, at_once, S.INACTIVE)
-
-
-def can_load(turn: Turn) -> int:
-    """How many spares could load now."""
-    return len(_spares(turn, True, S.INACTIVE))
 
 
 def _revive(turn: Turn, replica: Replica, _: str, step: Step) -> None:

@@ -8,9 +8,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from blitzd.control import host_cache, pairs
+from blitzd.control import host_cache
 from blitzd.control.commands import LoadModel
-from blitzd.control.holders import Upstream, chains, from_source, givers, kv_leaves, one_a_link
+from blitzd.control.holders import (
+    Given,
+    chains,
+    from_source,
+    given,
+    givers,
+    kv_leaves,
+    one_a_link,
+    sharded,
+)
 from blitzd.control.ladder import is_off
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
@@ -20,8 +29,8 @@ from blitzd.fsm.table import LOADING
 TRIES = 2
 """From peers, in a row, before the node's own file is taken."""
 
-Sources = dict[str, Upstream]
-"""By replica. Nobody upstream: from the node's own file."""
+Sources = dict[str, Given]
+"""By replica."""
 
 
 class LoadRung(NamedTuple):
@@ -41,38 +50,13 @@ def start(turn: Turn, replicas: Sequence[Replica]) -> None:
             return
         off = is_off(turn.policy, rung.name)
         found = {} if off else rung.find(turn, _asking(rung, left.values()))
-        tails = found.keys() - {upstream[0][0] for upstream in found.values() if upstream}
         # In the order of the chains: no state shows a load from one that does not load yet.
-        for replica_id, upstream in found.items():
-            replica, before = left.pop(replica_id), tuple(skipped[replica_id])
-            old = _old_for(turn, replica) if upstream and replica_id in tails else None
-            if old is not None:
-                pairs.open_pair(turn, replica, old, upstream, rung.name, before)
-            else:
-                _begin(turn, replica, rung.name, upstream, before)
+        for replica_id, source in found.items():
+            _begin(turn, left.pop(replica_id), rung.name, source, tuple(skipped[replica_id]))
         for replica in left.values():
             tired = rung.from_peers and replica.peer_failures >= TRIES
             why = off or (f"peers failed it {TRIES} times in a row" if tired else rung.none)
             skipped[replica.id].append((rung.name, why))
-
-
-def from_peers(turn: Turn, replica: Replica) -> tuple[str, Upstream] | None:
-    """(rung, whom) it can get weights from over a link; None: nobody."""
-    for rung in RUNGS:
-        if rung.from_peers and not is_off(turn.policy, rung.name):
-            upstream = rung.find(turn, [replica]).get(replica.id)
-            if upstream:
-                return rung.name, upstream
-    return None
-
-
-def _old_for(turn: Turn, replica: Replica) -> Replica | None:
-    """Who finishes for it while it loads; None: nobody does, and it does not serve before its
-    last layer. Only the end of a chain goes live: its egress is free for what it hands over,
-    and it has its last layer last. One that failed tries the plain way."""
-    if not turn.policy.ladder_live or replica.role != "prefill" or replica.peer_failures:
-        return None
-    return pairs.best_old(turn)
 
 
 def _asking(rung: LoadRung, replicas: Iterable[Replica]) -> list[Replica]:
@@ -83,20 +67,20 @@ def _begin(
     turn: Turn,
     replica: Replica,
     rung: str,
-    upstream: Upstream,
+    given: Given,
     skipped: tuple[tuple[str, str], ...],
 ) -> None:
-    source = upstream[0][0] if upstream else rung
-    turn.emit(
-        ev.LoadStarted(replica.id, replica.epoch, replica.role, source, upstream, rung, skipped)
-    )
+    peers, shards = given
+    source = peers[0][0] if peers else rung
+    who = (replica.id, replica.epoch)
+    turn.emit(ev.LoadStarted(*who, replica.role, source, peers, rung, skipped, shards))
     policy = turn.policy
-    floor_ms = policy.mock_transfer_ms if upstream else policy.mock_load_ms
-    turn.command(LoadModel(replica.id, replica.epoch, upstream, rung, floor_ms))
+    floor_ms = policy.mock_transfer_ms if peers else policy.mock_load_ms
+    turn.command(LoadModel(*who, peers, rung, floor_ms, shards=shards))
 
 
 def _own_file(_: Turn, targets: Sequence[Replica]) -> Sources:
-    return {replica.id: () for replica in targets}
+    return {replica.id: Given() for replica in targets}
 
 
 def _neighbours(turn: Turn, targets: Sequence[Replica]) -> Sources:
@@ -110,15 +94,22 @@ def _neighbours(turn: Turn, targets: Sequence[Replica]) -> Sources:
     holders = givers(turn, targets)
     for node, group in by_node.items():
         here = [replica for replica in holders if replica.node == node]
-        found |= chains(turn, here, group, set())
+        found |= given(chains(turn, here, group, set()))
     return found
+
+
+def _shards(turn: Turn, targets: Sequence[Replica]) -> Sources:
+    if not targets:
+        return {}
+    holders = givers(turn, targets)
+    return sharded(turn, holders, targets, kv_leaves(turn, holders))
 
 
 def _chain(turn: Turn, targets: Sequence[Replica]) -> Sources:
     if not targets:
         return {}
     holders = givers(turn, targets)
-    return chains(turn, holders, targets, kv_leaves(turn, holders))
+    return given(chains(turn, holders, targets, kv_leaves(turn, holders)))
 
 
 def _point_to_point(turn: Turn, targets: Sequence[Replica]) -> Sources:
@@ -126,17 +117,19 @@ def _point_to_point(turn: Turn, targets: Sequence[Replica]) -> Sources:
     holders = [r for r in givers(turn, targets) if r.state not in LOADING]
     busy = kv_leaves(turn, holders)
     free = one_a_link(turn, [replica for replica in holders if replica.id not in busy])
-    return {target.id: from_source(source) for target, source in zip(targets, free, strict=False)}
+    pairs = zip(targets, free, strict=False)
+    return {target.id: Given(from_source(source)) for target, source in pairs}
 
 
 def _host_copy(turn: Turn, targets: Sequence[Replica]) -> Sources:
     hits = {node for node in {r.node for r in targets} if host_cache.has_copy(turn, node)}
-    return {replica.id: () for replica in targets if replica.node in hits}
+    return {replica.id: Given() for replica in targets if replica.node in hits}
 
 
 RUNGS: Sequence[LoadRung] = (
     LoadRung("map", _own_file, ""),
     LoadRung("nvlink", _neighbours, "nobody of its node has weights to give", True),
+    LoadRung("shard", _shards, "its node has no two free links that as many sources reach", True),
     LoadRung("chain", _chain, "nobody with a free egress has weights to give", True),
     LoadRung("p2p", _point_to_point, "nobody with a free egress has all the weights", True),
     LoadRung("host", _host_copy, "no load left a copy here and no replica has the weights"),

@@ -56,8 +56,7 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     null_ttl_ms: Milliseconds = 30_000
     """A warm spare that was not used for so long gives up its weights."""
     pair_cap: Count = 4
-    """Requests pending on the replica of a live pair that loads; one less every 200 ms, down to
-    2."""
+    """Requests under way in a live pair."""
     mutate_after_load: Flag = 0
     """1: a decode load ends in MutatingToDecode, as in the ServerlessLLM baseline."""
 
@@ -75,16 +74,13 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The node's pool, the prepared file, is mapped: no second copy."""
     ladder_nvlink: Flag = 1
     """A chain from a replica of the same scale-up domain; its network links do not matter."""
+    ladder_shard: Flag = 1
+    """Shards over several links of a node at once, gathered there: the original's Tanz. Where
+    nodes with several links are described."""
     ladder_chain: Flag = 1
     """A chain from a replica whose egress is free; each that loads forwards what arrives."""
     ladder_p2p: Flag = 1
     """One replica gives the weights to one that loads."""
-    ladder_live: Flag = 0
-    """A prefill replica that gets its weights from another serves meanwhile, paired with one
-    that has them all (`control/pairs.py`)."""
-    ladder_live_decode: Flag = 0
-    """A decode replica that would have to load is had at once from a prefill one, and it is that
-    one's successor that loads."""
     ladder_host: Flag = 0
     """The host's copy is copied: ServerlessLLM's cache, kept for `host_ttl_ms` after a load."""
     host_ttl_ms: OrNone = 30_000

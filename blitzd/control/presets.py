@@ -33,6 +33,8 @@ IMPLIES: dict[str, tuple[str, ...]] = {
     "unidirect": ("impl_rdma",),
     "fast": (),
     "impl_fast": ("fast", "impl_rdma"),
+    "impl_tanz": ("fast", "impl_rdma", "impl_nvl"),
+    "impl_fast_pro": ("fast", "impl_tanz"),
     "cache_replace": ("impl_sllm",),
     "cache_all_hit": ("impl_sllm",),
     "cache_all_miss": ("impl_sllm",),
@@ -41,12 +43,10 @@ IMPLIES: dict[str, tuple[str, ...]] = {
     "eval_sllm": ("cache_replace",),
     "eval_sllm_pro": ("cache_all_hit", "mutate"),
     "eval_net": ("impl_blitz", "unidirect", "impl_nvl"),
+    "eval_fast": ("impl_blitz", "impl_fast_pro"),
     "eval_fast_wo_nvl": ("impl_blitz", "impl_fast"),
-    "live": ("impl_blitz",),
-    "impl_live": ("live",),
-    "test_live": ("live",),
-    "eval_fast_live_wo_nvl": ("eval_fast_wo_nvl", "impl_live"),
     "test_nvl": ("impl_nvl",),
+    "test_tanz": ("impl_blitz", "impl_tanz"),
     "manually_scale": (),
     "static": (),
 }
@@ -55,17 +55,14 @@ original builds by equal least and greatest counts."""
 
 CACHES = ("cache_replace", "cache_all_hit", "cache_all_miss")
 
-SHARDED = (
-    "it multicasts shards over several network links of a node at once, and gathers them over"
-    " NVLink; no node that blitzd runs on has either. Chains are impl_fast"
-)
+LIVE = "the ladder does not let new replicas serve while they load"
 REFUSED: dict[str, str] = {
-    "impl_tanz": SHARDED,
-    "test_tanz": f"it is impl_tanz: {SHARDED}",
-    "impl_fast_pro": f"it contains impl_tanz: {SHARDED}",
-    "eval_fast": f"it contains impl_tanz: {SHARDED}; eval_fast_wo_nvl is the chain without it",
-    "eval_all": f"it contains impl_tanz: {SHARDED}; eval_fast_live_wo_nvl,impl_nvl is the rest",
-    "impl_live_pro": f"it contains impl_tanz: {SHARDED}; impl_live is the rest of it",
+    "eval_all": f"{LIVE}; eval_fast is the same without, {DEFAULT} all that there is",
+    "live": LIVE,
+    "impl_live": LIVE,
+    "impl_live_pro": LIVE,
+    "test_live": LIVE,
+    "eval_fast_live_wo_nvl": f"{LIVE}; eval_fast_wo_nvl is the same without",
     "statistic": (
         "it needs no switch while a daemon runs: blitzd replay DIR --csv FILE writes the same time"
         " series, and more, from any log afterwards"
@@ -163,11 +160,11 @@ def _values(features: set[str]) -> dict[str, int]:
         "ladder_reuse_any": int(executor_of_blitz),
         "ladder_map": 0,
         "ladder_nvlink": int("impl_nvl" in features),
-        "ladder_chain": int("impl_fast" in features),
+        "ladder_shard": int("impl_tanz" in features),
+        # With one link a machine it falls back to a chain.
+        "ladder_chain": int(bool({"impl_fast", "impl_tanz"} & features)),
         "ladder_p2p": int("impl_rdma" in features),
         "ladder_prefills_give": int("unidirect" in features),
-        "ladder_live": int("live" in features),
-        "ladder_live_decode": int({"live", "mutate"} <= features),
         "ladder_host": int(bool(cached)),
         "host_ttl_ms": 0 if cached - {"cache_replace"} else Policy().host_ttl_ms,
         "mutate_after_load": int(sllm),

@@ -32,9 +32,6 @@ def booted(turn: Turn, boot: ev.Booted) -> None:
             lose(turn, replica, "not there, or not usable, when the daemon came back")
     for agent in [a for a in turn.state.agents.values() if a.phase == "present"]:
         lose_node(turn, agent, "the controller was restarted")
-    for pair_id in list(turn.state.pairs):
-        # Both were adopted, and told to forget what they did for each other.
-        turn.emit(ev.PairBroken(pair_id, "the daemon was restarted"))
     wanted = dict(boot.replicas)
     for gone in [r for r in turn.state.replicas.values() if r.id not in wanted]:
         if gone.worker != "absent":
@@ -135,8 +132,6 @@ def load_ended(turn: Turn, ended: ev.LoadEnded) -> None:
     if replica.state not in LOADING:
         turn.ignore(ended.replica, ended.epoch)
     elif ended.reason:
-        # What it had begun, or held half of, went with the load.
-        leave(turn, replica, "engine_error", f"its load failed: {ended.reason}")
         break_pair(turn, replica, f"the load of {replica.id} failed")
         turn.emit(ev.LoadFailed(replica.id, replica.epoch, ended.reason, _retry_ns(turn, replica)))
     else:

@@ -35,8 +35,12 @@ class Topology:
         or takes away is not modelled (reference: BlitzScale 5.1 leaves it to ECMP)."""
         a, b = self.devices[source], self.devices[target]
         if a.domain == b.domain:
-            return self.domain_rates.get(a.domain, self.scale_up_rate)
+            return self.inside(a.domain)
         return min(a.rate, b.rate)
+
+    def inside(self, domain: str) -> int:
+        """Bytes a second between two devices of it."""
+        return self.domain_rates.get(domain, self.scale_up_rate)
 
 
 def topology_of(state: ClusterState, replicas: Iterable[Replica]) -> Topology:

@@ -55,7 +55,7 @@ class ReplicaRetired(Payload, frozen=True, array_like=True):
     replica: str
 
 
-@record_type(120, Kind.EVENT, Durability.ACK, schema_version=3)
+@record_type(120, Kind.EVENT, Durability.ACK, schema_version=4)
 class LoadStarted(Payload, frozen=True, array_like=True):
     """The worker was told to load the model for this role. Weights that come from a replica
     reserve the link between the two until the load ends."""
@@ -71,6 +71,9 @@ class LoadStarted(Payload, frozen=True, array_like=True):
     """Of the ladder."""
     skipped: tuple[tuple[str, str], ...] = ()
     """(rung, why it did not apply) of those before it."""
+    shards: tuple[tuple[str, int], ...] = ()
+    """(replica, epoch) of those that bring a shard each to its domain, itself among them if it
+    does; none: the load is not sharded."""
 
 
 @record_type(121, Kind.EVENT, Durability.LAZY, schema_version=3)

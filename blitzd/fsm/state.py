@@ -187,15 +187,7 @@ class ClusterState:
             "links": links_json(self),
             "faulty_links": faulty_json(self.links.values()),
             "pairs": [
-                {
-                    "id": pair.id,
-                    "new": pair.new,
-                    "old": pair.old,
-                    "cap": pair.cap,
-                    "pending": index.prefilling[pair.new],
-                    "following": bool(pair.following),
-                    "follow_faults": pair.follow_faults,
-                }
+                {"id": pair.id, "new": pair.new, "old": pair.old, "cap": pair.cap}
                 for pair in self.pairs.values()
             ],
         }

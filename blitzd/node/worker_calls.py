@@ -84,7 +84,12 @@ class WorkerCalls:
         self._deadline_s = deadline_s
 
     async def load(
-        self, model_path: str, blocks_total: int, peers: list[pb.WeightPeer], how: cmd.LoadModel
+        self,
+        model_path: str,
+        blocks_total: int,
+        peers: list[pb.WeightPeer],
+        shards: list[pb.WeightPeer],
+        how: cmd.LoadModel,
     ) -> None:
         request = pb.LoadModelRequest(
             model_path=model_path,
@@ -93,6 +98,7 @@ class WorkerCalls:
             file=FILES.get(how.rung, pb.FileAccess.UNSPECIFIED),
             floor_ms=how.floor_ms,
             live=how.live,
+            shards=shards,
         )
         last = pb.LoadProgress()
         reason = "the worker's load stream ended early"

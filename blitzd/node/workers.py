@@ -273,8 +273,17 @@ class WorkerPool:
                 pb.WeightPeer(replica_id=r, epoch=e, endpoint=self._endpoint(r, e, worker))
                 for r, e in command.peers
             ]
+            shards = [
+                pb.WeightPeer(
+                    replica_id=r,
+                    epoch=e,
+                    endpoint=self._endpoint(r, e, worker),
+                    transport=self._transport(worker, (r, e)),
+                )
+                for r, e in command.shards
+            ]
             home = worker.home
-            load = worker.calls.load(home.model_path, home.kv_blocks, peers, command)
+            load = worker.calls.load(home.model_path, home.kv_blocks, peers, shards, command)
             worker.start(load)
 
     def _endpoint(self, replica: str, epoch: int, caller: Worker) -> str:

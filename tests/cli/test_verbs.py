@@ -231,7 +231,7 @@ def test_a_preset_changes_the_policy_by_the_originals_names(
         (lambda where: verbs.policy("drain_ms=0", where=where), "from 1 to 86400000", 2),
         (lambda where: verbs.policy("drain_ns=1", where=where), "did you mean drain_ms?", 2),
         (lambda where: verbs.policy("drain_ms", where=where), "accepted: name=integer", 2),
-        (lambda where: verbs.policy(preset="impl_tanz", where=where), "multicasts shards", 2),
+        (lambda where: verbs.policy(preset="ngrok", where=where), "opens a tunnel", 2),
         (lambda where: verbs.policy(preset="impl_slm", where=where), "no such preset", 2),
         (lambda where: verbs.scale(where=where), "--prefill and --decode, --remove or --auto", 2),
         (lambda where: verbs.restart("r0", all=True, where=where), "or give --all or --stop", 2),

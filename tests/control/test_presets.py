@@ -34,11 +34,13 @@ def test_every_feature_of_the_original_has_values_or_a_reason(name: str) -> None
     ("preset", "differs"),
     [
         ("blitzd", {}),
-        ("impl_blitz", {"map": 0, "nvlink": 0, "chain": 0}),
-        ("impl_nvl", {"map": 0, "chain": 0}),
-        ("impl_fast", {"map": 0, "nvlink": 0}),
-        ("impl_fast,impl_nvl", {"map": 0}),
-        ("unidirect", {"map": 0, "nvlink": 0, "chain": 0, "prefills_give": 1}),
+        ("impl_blitz", {"map": 0, "nvlink": 0, "shard": 0, "chain": 0}),
+        ("impl_nvl", {"map": 0, "shard": 0, "chain": 0}),
+        ("impl_fast", {"map": 0, "nvlink": 0, "shard": 0}),
+        ("impl_fast,impl_nvl", {"map": 0, "shard": 0}),
+        ("impl_tanz", {"map": 0}),
+        ("impl_fast,impl_tanz", {"map": 0}),
+        ("unidirect", {"map": 0, "nvlink": 0, "shard": 0, "chain": 0, "prefills_give": 1}),
     ],
 )
 def test_what_the_rungs_of_a_preset_are(preset: str, differs: dict[str, int]) -> None:
@@ -59,7 +61,7 @@ def test_what_the_rungs_of_a_preset_are(preset: str, differs: dict[str, int]) ->
         ("cache_replace,impl_nvl", "impl_sllm loads nothing over the network"),
         ("mock_transfer", "accepted: motiv"),
         ("blitzd,impl_nvl", "accepted: it alone"),
-        ("impl_fast,impl_tanz", "impl_tanz: it multicasts shards"),
+        ("impl_fast,ngrok", "ngrok: nothing here opens a tunnel"),
         ("impl_fast,", "'': no such preset"),
     ],
 )

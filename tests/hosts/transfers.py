@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from blitzd.control import shards
 from blitzd.control.multicast import Chain, plan
+from blitzd.control.shards import Sharded
 from blitzd.control.topology import Device, Topology
 from blitzd.proto.blitzd.engine import v1 as pb
 from tests.engine.workers import Client, Zygote
@@ -24,6 +27,23 @@ def topology_of(hosts: Hosts, rate: float) -> Topology:
     return Topology(devices, scale_up_rate=10**12)
 
 
+def wide_topology(hosts: Hosts, rate: float, scale_up_rate: float) -> Topology:
+    """Each host a domain with a device at each of its links: `h0.1` is that at eth1 of host 0."""
+    devices = {
+        f"h{host}.{link}": Device(f"h{host}", "switch", round(rate), f"h{host}/eth{link}")
+        for host in range(hosts.count)
+        for link in range(hosts.links)
+    }
+    return Topology(devices, round(scale_up_rate))
+
+
+def sharded(topology: Topology, source: str) -> Sharded:
+    """From all devices of the host `source` to those of all others."""
+    sources = [name for name, device in topology.devices.items() if device.domain == source]
+    [one] = shards.plan(topology, sources, [n for n in topology.devices if n not in sources])
+    return one
+
+
 def chained(topology: Topology, source: str, targets: Sequence[str]) -> list[Chain]:
     return plan(topology, [source], targets)
 
@@ -35,12 +55,17 @@ def alone(source: str, targets: Sequence[str]) -> list[Chain]:
 
 @contextlib.asynccontextmanager
 async def workers(zygote: Zygote, hosts: Hosts, count: int) -> AsyncIterator[dict[str, Client]]:
-    """The worker h0 on host 0 and so on."""
+    """The worker h0 on host 0 and so on; h0.0, h0.1 and so on where hosts have several links."""
     clients: dict[str, Client] = {}
     try:
-        for host in range(count):
-            name = f"h{host}"
-            process = zygote.start(name, namespace=hosts.name(host), orphan_timeout_s=2 * LIMIT_S)
+        for host, link in itertools.product(range(count), range(hosts.links)):
+            name = f"h{host}.{link}" if hosts.links > 1 else f"h{host}"
+            process = zygote.start(
+                name,
+                namespace=hosts.name(host),
+                network_device=f"eth{link}" if hosts.links > 1 else "",
+                orphan_timeout_s=2 * LIMIT_S,
+            )
             clients[name] = await Client.connect(name, zygote.epochs[name], process)
         yield clients
     finally:
@@ -50,12 +75,27 @@ async def workers(zygote: Zygote, hosts: Hosts, count: int) -> AsyncIterator[dic
             await client.process.wait()
 
 
-async def receive(client: Client, model: Path, upstream: Sequence[Client]) -> pb.LoadProgress:
-    peers = [
-        pb.WeightPeer(replica_id=p.replica, epoch=p.epoch, endpoint=str(p.process.socket))
-        for p in upstream
+def named(clients: Sequence[Client], transport: pb.Transport) -> list[pb.WeightPeer]:
+    return [
+        pb.WeightPeer(
+            replica_id=c.replica,
+            epoch=c.epoch,
+            endpoint=str(c.process.socket),
+            transport=transport,
+        )
+        for c in clients
     ]
-    call = pb.LoadModelRequest(model_path=str(model), blocks_total=BLOCKS, peers=peers)
+
+
+async def receive(
+    client: Client, model: Path, upstream: Sequence[Client], takers: Sequence[Client] = ()
+) -> pb.LoadProgress:
+    call = pb.LoadModelRequest(
+        model_path=str(model),
+        blocks_total=BLOCKS,
+        peers=named(upstream, pb.Transport.UCX),
+        shards=named(takers, pb.Transport.MAP),
+    )
     async with asyncio.timeout(LIMIT_S):
         progress = [step async for step in client.stub.load_model(call)]
     assert progress[-1].digest, "the load ended early"
@@ -75,10 +115,24 @@ def begin(
     return loads
 
 
+def begin_shards(
+    clients: dict[str, Client], model: Path, plan: Sharded
+) -> dict[str, "asyncio.Task[pb.LoadProgress]"]:
+    loads = {}
+    upstreams = [[clients[chain.source]] for chain in plan.chains]
+    for place in range(len(plan.beside)):
+        takers = [clients[chain.targets[place]] for chain in plan.chains]
+        for taker, upstream in zip(takers, upstreams, strict=True):
+            loads[taker.replica] = asyncio.create_task(receive(taker, model, upstream, takers))
+        upstreams = [[t, *upstream] for t, upstream in zip(takers, upstreams, strict=True)]
+    return loads
+
+
 async def multicast(
-    clients: dict[str, Client], model: Path, chains: Sequence[Chain]
+    clients: dict[str, Client], model: Path, plan: Sequence[Chain] | Sharded
 ) -> dict[str, float]:
     """Seconds until each target was whole and checked."""
+    begins = begin_shards if isinstance(plan, Sharded) else begin
     began = time.monotonic()
     took: dict[str, float] = {}
 
@@ -86,7 +140,7 @@ async def multicast(
         await load
         took[target] = time.monotonic() - began
 
-    await asyncio.gather(*(timed(t, load) for t, load in begin(clients, model, chains).items()))
+    await asyncio.gather(*(timed(t, load) for t, load in begins(clients, model, plan).items()))
     return took
 
 
