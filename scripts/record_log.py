@@ -259,7 +259,8 @@ def planned() -> list[Record]:
 
 
 def nodes() -> list[Record]:
-    """A node that joins, decodes, freezes with a request on it, and is back."""
+    """A node that joins, decodes, freezes with a request on it, is back, and finds a restarted
+    controller that adopts what it has."""
     world = Harness()
     world.topology = (
         ev.NodeLinks("b", ("eth0", "eth1"), 12_500_000_000, "l1", "pod", 400_000_000_000),
@@ -270,6 +271,7 @@ def nodes() -> list[Record]:
         offered = (("b.r0", "decode"), ("b.r1", "spare"))
         world.feed(ev.AgentJoined("b", epoch, "10.0.0.2", "test", "x86_64", 2, 1024, offered))
         world.attach("b.r0")
+        world.attach("b.r1")
         world.load("b.r0")
         world.arrive(epoch)
         world.first_token(epoch)
@@ -279,6 +281,14 @@ def nodes() -> list[Record]:
             world.after(1000)
             world.first_token(epoch)
     world.imported(1)
+    own = (("r0", "prefill"),)
+    adopted = (("r0", 1, world.replica("r0").pid),)
+    world.feed(ev.Booted(2, "test", "local", own, world.policy.pairs(), CORE_VERSION, adopted))
+    world.feed(ev.AgentJoined("b", 3, "10.0.0.2", "test", "x86_64", 2, 1024, offered))
+    decode, spare = world.replica("b.r0"), world.replica("b.r1")
+    world.feed(ev.WorkerFound("b.r0", decode.epoch, 9, "digest", 30, 1000, 64, 64))
+    world.feed(ev.WorkerFound("b.r1", spare.epoch, 9, "", 0, 0, 0, 0))
+    world.feed(ev.WorkerFound("b.r1", 1, 9, "", 0, 0, 0, 0))
     return world.log
 
 

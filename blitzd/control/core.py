@@ -48,6 +48,11 @@ class Step(NamedTuple):
     it stands and must be logged; the daemon lives on."""
 
 
+def _booted(turn: Turn, boot: ev.Booted) -> None:
+    replicas.booted(turn, boot)
+    agents.await_nodes(turn)
+
+
 def _ticked(turn: Turn, _: ev.Ticked) -> None:
     leases.expire(turn)
     requests.expire(turn)
@@ -63,7 +68,7 @@ def _stop_requested(turn: Turn, stop: ev.StopRequested) -> None:
 
 
 HANDLERS: dict[type[Payload], Callable[[Turn, Any], None]] = {
-    ev.Booted: replicas.booted,
+    ev.Booted: _booted,
     ev.WorkerStarted: replicas.worker_started,
     ev.WorkerDescribed: replicas.worker_described,
     ev.WorkerExited: replicas.worker_exited,
@@ -100,6 +105,7 @@ HANDLERS: dict[type[Payload], Callable[[Turn, Any], None]] = {
     ev.PolicyRequested: roles.policy_requested,
     ev.AgentJoined: agents.agent_joined,
     ev.AgentLost: agents.agent_lost,
+    ev.WorkerFound: agents.worker_found,
 }
 
 

@@ -17,8 +17,18 @@ RULES: dict[type[Payload], str] = {
     ev.NodeDraining: "Told to stop: no new request is accepted, those accepted may finish.",
     ev.NodeJoined: "An agent is in contact; its replicas are this cluster's from here on.",
     ev.NodeLost: (
-        "Its agent left, was silent for its lease, or the controller was restarted: requests"
-        " leave its replicas, its replicas leave the state."
+        "Its agent left, was silent for its lease, or did not come back within one to a"
+        " controller that was restarted: requests leave its replicas, its replicas leave the"
+        " state."
+    ),
+    ev.NodeAwaited: "A restarted controller waits a lease for the agents that were in contact.",
+    ev.WorkerAwaited: (
+        "A restarted controller does not know yet whether it lives. Those that were ready, or had"
+        " no weights, may go on; others are lost."
+    ),
+    ev.WorkerAdopted: (
+        "Its agent still has it and it has all the weights: it serves again in the role that its"
+        " replica is to have, without a load."
     ),
     ev.NodeStopped: "A draining node stops once no request is left, or its deadline has come.",
     ev.ReplicaRegistered: (

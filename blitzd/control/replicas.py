@@ -5,8 +5,7 @@ from blitzd.control.commands import EndWorker, ResetWorker, SpawnWorker
 from blitzd.control.resume import leave
 from blitzd.control.turn import MS, Turn
 from blitzd.events import types as ev
-from blitzd.fsm import Replica, ReplicaState
-from blitzd.fsm.agent import Agent
+from blitzd.fsm import Agent, Replica, ReplicaState
 from blitzd.fsm.table import LOADING, WITHOUT_WEIGHTS
 
 
@@ -30,10 +29,14 @@ def booted(turn: Turn, boot: ev.Booted) -> None:
         else:
             turn.command(EndWorker(replica.id, replica.epoch))
             lose(turn, replica, "not there, or not usable, when the daemon came back")
-    for agent in [a for a in turn.state.agents.values() if a.phase == "present"]:
-        lose_node(turn, agent, "the controller was restarted")
+    _reconfigure(turn, boot)
+
+
+def _reconfigure(turn: Turn, boot: ev.Booted) -> None:
+    """Of this node: what others offer their agents say."""
     wanted = dict(boot.replicas)
-    for gone in [r for r in turn.state.replicas.values() if r.id not in wanted]:
+    ours = [r for r in turn.state.replicas.values() if r.node not in turn.state.agents]
+    for gone in [r for r in ours if r.id not in wanted]:
         if gone.worker != "absent":
             turn.command(EndWorker(gone.id, gone.epoch))
             lose(turn, gone, "the configuration no longer names this replica")

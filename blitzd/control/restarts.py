@@ -111,7 +111,7 @@ def _restart(turn: Turn, replica: Replica) -> None:
         if _covered(turn, replica):
             deadline_ns = turn.mono_ns + replica.restart_drain_ms * MS
             moves.shut(turn, replica, "restart", deadline_ns)
-    elif replica.state in STOPS and replica.worker != "absent":
+    elif replica.state in STOPS and replica.worker not in ("absent", "awaited"):
         moves.stop(turn, replica, "restart")
 
 

@@ -357,3 +357,17 @@ class AgentLost(Payload, frozen=True, array_like=True):
     node: str
     epoch: int
     reason: str
+
+
+@record_type(55, Kind.INPUT)
+class WorkerFound(Payload, frozen=True, array_like=True):
+    """A worker of an awaited node answers. Without a digest it has no weights."""
+
+    replica: str
+    epoch: int
+    pid: int
+    digest: str
+    layers_total: int
+    bytes_total: int
+    block_tokens: int
+    blocks_total: int

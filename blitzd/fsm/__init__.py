@@ -4,6 +4,7 @@ Promises: every transition is a row of one table; an event the table does not al
 refused and changes nothing; the same events give the same state and the same hash.
 """
 
+from blitzd.fsm.agent import Agent
 from blitzd.fsm.entities import Loss, Node, Pair, Replica, Request
 from blitzd.fsm.fold import fold
 from blitzd.fsm.folding import IllegalEvent
@@ -14,6 +15,7 @@ from blitzd.fsm.table import IllegalTransition, ReplicaState
 
 __all__ = [
     "ENDS",
+    "Agent",
     "ClusterState",
     "IllegalEvent",
     "IllegalTransition",

@@ -11,7 +11,8 @@ class Agent(msgspec.Struct, omit_defaults=True, gc=False):
     epoch: int = 0
     """Of the agent: counts its starts."""
     phase: str = "lost"
-    """present or lost. Only a present one has replicas."""
+    """present, awaited (by a controller that was restarted) or lost. A lost one has no
+    replicas."""
     address: str = ""
     version: str = ""
     arch: str = ""

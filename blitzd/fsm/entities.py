@@ -52,7 +52,7 @@ class Replica(msgspec.Struct, omit_defaults=True, gc=False):
     state: ReplicaState = ReplicaState.INACTIVE
     epoch: int = 0
     worker: str = "absent"
-    """absent, spawning, spawned, attached or stopping."""
+    """absent, spawning, spawned, attached, stopping, or awaited with its node."""
     pid: int = 0
     retry_ns: int = 0
     """No new worker and no new load before this time."""

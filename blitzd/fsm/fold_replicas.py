@@ -67,6 +67,8 @@ def _(state: ClusterState, event: ev.WorkerSpawned, record: Record) -> None:
 def _(state: ClusterState, event: ev.WorkerAttached, record: Record) -> None:
     replica = replica_of(state, event.replica, event.epoch)
     move(replica, "attach", record)
+    if replica.worker == "awaited":
+        replica.trouble = ""
     replica.worker, replica.pid = "attached", event.pid
     replica.attached_ns = record.mono_ns
     state.touch("replica", replica.id)

@@ -35,7 +35,8 @@ loading, is stopped; the replica is Inactive, and its next worker (with a new ep
 it through a load again.
 
 *Death.* Whatever the state, a dead worker makes the replica Failed, and a new worker (with
-a new epoch) makes it Inactive again.
+a new epoch) makes it Inactive again. So does one of whom a restarted controller cannot know
+yet whether it lives; one that is found alive, with its weights, is ShuttingNull.
 
 The `transitions` machine is built from the rows and the fold's lookup is compiled from
 that machine, so that the drawing, the machine and the fold cannot disagree.
@@ -129,6 +130,7 @@ ROWS: tuple[Row, ...] = (
         )
     ),
     Row(0, "attach", S.FAILED, S.INACTIVE),
+    Row(0, "adopt", S.FAILED, S.SHUTTING_NULL),
     Row(0, "attach", S.INACTIVE, S.INACTIVE),
     *(Row(0, "lose", state, S.FAILED) for state in S),
 )

@@ -11,6 +11,7 @@ from typing import Any
 import anyio.to_thread
 
 import blitzd
+from blitzd.control.agents import awaited
 from blitzd.control.core import CORE_VERSION, Core
 from blitzd.control.policy import Policy
 from blitzd.engine.kv_geometry import BLOCK_TOKENS
@@ -114,10 +115,18 @@ class NodeDaemon:
     @contextlib.asynccontextmanager
     async def _joinable(self) -> AsyncGenerator[None]:
         """Other nodes can join while it is entered, if there are to be any."""
+        state = self.core.state
+        nodes = {a.node: a.epoch for a in state.agents.values() if a.phase != "lost"}
         if self.hub is None:
+            for node, epoch in nodes.items():
+                await self.driver.post(ev.AgentLost(node, epoch, "node.address is empty now"))
             yield
             return
-        await self.hub.start()
+        assert self.pool.afar is not None
+        for node in nodes:
+            expected = [(r.id, r.epoch) for r in awaited(state) if r.node == node]
+            self.pool.afar.expect(node, expected)
+        await self.hub.start(nodes)
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ from the sending of a beat, we from its arrival), and their identities are never
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +35,9 @@ NODES = 1024
 
 log = structlog.get_logger()
 
+Key = tuple[str, int]
+"""(replica, epoch)."""
+
 
 class Host(Protocol):
     """Who is to know what agents say about workers: the pool."""
@@ -43,8 +46,11 @@ class Host(Protocol):
 
     def exited(self, node: str, replica: str, epoch: int, reason: str) -> None: ...
 
-    def rejoined(self, node: str, live: Collection[tuple[str, int]]) -> list[tuple[str, int]]:
+    def rejoined(self, node: str, live: Mapping[Key, pb.Worker]) -> list[Key]:
         """Those of `live` that go on. What else was known there is over."""
+
+    def gave_up(self, node: str) -> None:
+        """It is not waited for any more."""
 
 
 class Contact:
@@ -76,17 +82,20 @@ class Hub(pb.NodesBase):
     ) -> None:
         """`digest` is that of the model that is served. `post` takes inputs."""
         self._config = config
-        self._digest = digest
+        self.digest = digest
         self._post = post
         self._host: Host | None = None
         self._members: dict[str, Member] = {}
+        self._awaited: dict[str, asyncio.Task[None]] = {}
+        """Nodes of the last boot that have not come back yet."""
         self._server: Server | None = None
 
     def serve(self, host: Host) -> None:
         self._host = host
 
-    async def start(self) -> None:
-        """Listens. Raises OSError."""
+    async def start(self, awaited: Mapping[str, int]) -> None:
+        """Listens, and waits a lease for those nodes (and the epochs of their agents) of the
+        last boot. Raises OSError."""
         config = self._config
         if not config.tls.ca:
             log.warning(
@@ -100,6 +109,8 @@ class Hub(pb.NodesBase):
         await server.start(config.address, config.node_port, ssl=config.tls.server)
         self._server = server
         log.info("listening for nodes", address=config.address, port=config.node_port)
+        for node, epoch in awaited.items():
+            self._awaited[node] = asyncio.create_task(self._await(node, epoch))
 
     async def close(self) -> None:
         for member in self._members.values():
@@ -107,6 +118,8 @@ class Hub(pb.NodesBase):
             if member.lease is not None:
                 member.lease.cancel()
         self._members.clear()
+        for waiting in self._awaited.values():
+            waiting.cancel()
         if self._server is not None:
             self._server.close()
             with contextlib.suppress(TimeoutError):
@@ -172,7 +185,7 @@ class Hub(pb.NodesBase):
             first = pb.AgentMessage()
         if first.hello is None:
             raise GRPCError(Status.INVALID_ARGUMENT, "the first message must be a hello")
-        why = refusal(first.hello, self._config, self._digest, certified_names.get())
+        why = refusal(first.hello, self._config, self.digest, certified_names.get())
         member = self._members.get(first.hello.node)
         if not why and member is not None and first.hello.epoch < member.hello.epoch:
             why = f"epoch: {first.hello.epoch}; a newer agent of {first.hello.node} has joined"
@@ -185,6 +198,9 @@ class Hub(pb.NodesBase):
 
     async def _admit(self, hello: pb.Hello) -> tuple[Member, Contact]:
         assert self._host is not None
+        waiting = self._awaited.pop(hello.node, None)
+        if waiting is not None:
+            waiting.cancel()
         member = self._members.get(hello.node)
         if member is not None:
             member.cut_off()
@@ -195,7 +211,7 @@ class Hub(pb.NodesBase):
             member = self._members[hello.node] = Member(hello)
             member.lease = asyncio.create_task(self._expire(member))
         live = {(w.replica_id, w.epoch): w for w in hello.live}
-        kept = self._host.rejoined(hello.node, live.keys())
+        kept = self._host.rejoined(hello.node, live)
         member.hello, member.silent_s = hello, 0.0
         contact = member.contact = Contact()
         lease_ms = round(self._config.lease_s * 1e3)
@@ -237,6 +253,17 @@ class Hub(pb.NodesBase):
             await asyncio.sleep(tick_s)
             member.silent_s += min(time.monotonic() - began, 2 * tick_s)
         await self._lose(member, f"not heard of for {lease_s:g} s")
+
+    async def _await(self, node: str, epoch: int) -> None:
+        """Its own lease, which began before our start, is over by then."""
+        assert self._host is not None
+        lease_s = self._config.lease_s
+        await asyncio.sleep(lease_s)
+        del self._awaited[node]
+        self._host.gave_up(node)
+        reason = f"not back {lease_s:g} s after the controller's restart"
+        log.warning("a node is lost", node=node, reason=reason)
+        await self._post(ev.AgentLost(node, epoch, reason))
 
     async def _lose(self, member: Member, reason: str) -> None:
         node = member.hello.node

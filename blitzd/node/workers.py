@@ -1,12 +1,12 @@
-"""The real workers: processes on this machine or, by way of their agents, on others. Each is
-spoken to directly, over a unix socket here and over TCP there.
+"""The real workers: processes on this machine or, by way of their agents (`workers_afar`), on
+others. Each is spoken to directly, over a unix socket here and over TCP there.
 
 Each command becomes a task with a deadline; what comes of it goes back to the driver as
 an input. Tasks of a worker end with it.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import structlog
@@ -16,13 +16,13 @@ from blitzd.events import types as ev
 from blitzd.fabric import channel_to
 from blitzd.node import worker_units
 from blitzd.node.config import NodeConfig
-from blitzd.node.hub import Hub
+from blitzd.node.hub import Hub, Key
 from blitzd.node.live import LiveRequest
-from blitzd.node.remote_process import RemoteProcess
 from blitzd.node.starter import NotStarted, Starter
 from blitzd.node.wire_ids import wire_id
 from blitzd.node.worker import Home, Worker
 from blitzd.node.worker_calls import CallFailed, KvRoute, Reports, describe_failure
+from blitzd.node.workers_afar import WorkersAfar
 from blitzd.proto.blitzd.engine import v1 as pb
 
 END_GRACE_S = 3.0
@@ -43,10 +43,11 @@ class WorkerPool:
         self._home = Home("", str(config.model_dir), config.kv_blocks)
         self._starter = Starter(config, runtime_dir)
         self._reports = reports
-        self._hub = hub
+        self._workers: dict[Key, Worker] = {}
+        self.afar: WorkersAfar | None = None
         if hub is not None:
-            hub.serve(self)
-        self._workers: dict[tuple[str, int], Worker] = {}
+            shared = (self._workers, self._exit_of, self._attach)
+            self.afar = WorkersAfar(config, hub, reports, *shared)
         self._starting: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._performers: dict[type, Callable[..., None]] = {
@@ -84,7 +85,8 @@ class WorkerPool:
 
     def _spawn(self, command: cmd.SpawnWorker, live: None) -> None:
         if command.node:
-            self._spawn_afar(command)
+            assert self.afar is not None
+            self.afar.spawn(command)
             return
         worker = self._enlist(command.replica, command.epoch)
         start = asyncio.ensure_future(self._start(worker))
@@ -178,45 +180,6 @@ class WorkerPool:
             worker.told_to_end, worker.ending = True, not command.report
             if worker.process is not None:
                 self._background(worker.process.end(END_GRACE_S))
-
-    # Workers of other nodes (`hub.Host`).
-
-    def _spawn_afar(self, command: cmd.SpawnWorker) -> None:
-        assert self._hub is not None
-        home = self._hub.home(command.node) or Home(command.node, "", 0)
-        worker = Worker(command.replica, command.epoch, home, self._reports, self._config)
-        self._workers[command.replica, command.epoch] = worker
-        exited = self._exit_of(worker)
-        process = self._hub.process(command.node, command.replica, command.epoch, exited)
-        worker.process = process
-        process.start()
-
-    def started(self, node: str, replica: str, epoch: int, pid: int, endpoint: str) -> None:
-        worker = self._workers.get((replica, epoch))
-        if worker is None or worker.home.node != node or worker.connected:
-            return
-        assert isinstance(worker.process, RemoteProcess)
-        worker.process.pid = pid
-        worker.connect(channel_to(endpoint, self._config.tls))
-        if not worker.told_to_end:
-            worker.start(self._attach(worker))
-
-    def exited(self, node: str, replica: str, epoch: int, reason: str) -> None:
-        worker = self._workers.get((replica, epoch))
-        if worker is not None and worker.home.node == node:
-            assert isinstance(worker.process, RemoteProcess)
-            worker.process.ended(reason)
-
-    def rejoined(self, node: str, live: Collection[tuple[str, int]]) -> list[tuple[str, int]]:
-        kept = []
-        for key, worker in list(self._workers.items()):
-            if worker.home.node != node:
-                continue
-            if key in live and worker.connected and not (worker.why or worker.told_to_end):
-                kept.append(key)
-            else:
-                self.exited(node, *key, "not usable when its node was back in contact")
-        return kept
 
     # Adoption.
 

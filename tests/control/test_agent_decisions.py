@@ -1,7 +1,6 @@
 """Nodes that join and are lost."""
 
 from blitzd.control.commands import EndWorker, SpawnWorker
-from blitzd.control.core import CORE_VERSION
 from blitzd.events import types as ev
 from blitzd.events.record import Payload
 from blitzd.fsm import ClusterState
@@ -93,20 +92,6 @@ def test_an_agent_that_was_restarted_within_its_lease_keeps_its_replicas() -> No
     # The loss of the agent before is none of the present one's.
     assert isinstance(world.feed(ev.AgentLost("b", 1, "late"))[0], ev.StaleNoticeIgnored)
     assert "b.r0" in world.state.replicas
-
-
-def test_a_restarted_controller_counts_on_no_node_until_it_joins_again() -> None:
-    world = joined("decode")
-    roles = (("r0", "prefill"), ("r1", "decode"))
-    adopted = (("r0", 1, 100), ("r1", 1, 101))
-    events = world.feed(
-        ev.Booted(2, "test", "local", roles, world.policy.pairs(), CORE_VERSION, adopted)
-    )
-    assert only(events, ev.NodeLost).reason == "the controller was restarted"
-    assert set(world.state.replicas) == {"r0", "r1"}
-    assert world.replica("r1").worker == "attached"
-    join(world, "decode", epoch=2)
-    assert world.commanded(SpawnWorker) == [SpawnWorker("b.r0", 2, "b")]
 
 
 def test_nobody_joins_a_node_that_stops() -> None:

@@ -79,6 +79,13 @@ class Daemon:
         with urllib.request.urlopen(url, timeout=10) as answer:
             return json.load(answer)
 
+    def admin_post(self, path: str, body: dict[str, Any]) -> Any:
+        url = f"http://127.0.0.1:{self.admin_port}{path}"
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return json.load(answer)
+
     def state(self) -> dict[str, Any]:
         shown: dict[str, Any] = self.admin("/admin/state")
         return shown

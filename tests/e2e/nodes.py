@@ -24,12 +24,12 @@ class Authority:
         self.cert, self._key = directory / "ca.pem", directory / "ca.key"
         _run(*OPENSSL, "-subj", "/CN=test", "-keyout", self._key, "-out", self.cert)
 
-    def settings(self, node: str) -> list[str]:
+    def settings(self, node: str, address: str = "127.0.0.1") -> list[str]:
         """Those of a node with a certificate of its own."""
         cert, key = self._directory / f"{node}.pem", self._directory / f"{node}.key"
         _run(
             *(*OPENSSL, "-subj", f"/CN={node}", "-keyout", key, "-out", cert),
-            *("-addext", f"subjectAltName=DNS:{node},IP:127.0.0.1"),
+            *("-addext", f"subjectAltName=DNS:{node},IP:{address}"),
             *("-addext", "basicConstraints=critical,CA:FALSE"),
             *("-CA", self.cert, "-CAkey", self._key),
         )
@@ -45,29 +45,40 @@ def _set(section: str = "node", **values: Any) -> list[str]:
     return [word for k, v in values.items() for word in ("--set", f"{section}.{k}={v}")]
 
 
-def controller(state_dir: Path, settings: list[str], decode: int = 0) -> tuple[Daemon, int]:
+def controller(
+    state_dir: Path,
+    settings: list[str],
+    decode: int = 0,
+    address: str = "127.0.0.1",
+    lease_s: float = LEASE_S,
+) -> tuple[Daemon, int]:
     """Prefill is here; and the port that agents join at."""
     port = free_port()
-    node = _set(name="a", address="127.0.0.1", port=port, lease_s=LEASE_S)
+    node = _set(name="a", address=address, port=port, lease_s=lease_s)
     counts = ["--prefill", "1", "--decode", str(decode), "--spare", "0"]
     return Daemon(state_dir, *node, *counts, *settings), port
 
 
 class AgentDaemon:
-    """Node b, which offers one decode replica."""
+    """Offers one replica."""
 
     def __init__(
         self,
         state_dir: Path,
         controller: str,
         settings: list[str],
+        name: str = "b",
+        address: str = "127.0.0.1",
+        role: str = "decode",
     ) -> None:
         self.state_dir = state_dir
+        self.name = name
         self.output = state_dir.parent / f"{state_dir.name}.out"
         self._argv = [*BLITZD, "serve"]
-        self._argv += _set(name="b", role="agent", address="127.0.0.1", controller=controller)
+        self._argv += _set(name=name, role="agent", address=address, controller=controller)
         self._argv += _set(state_dir=state_dir)
-        self._argv += _set("replicas", prefill=0, decode=1, spare=0) + settings
+        offered = {"prefill": 0, "decode": 0, "spare": 0, role: 1}
+        self._argv += _set("replicas", **offered) + settings
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> "AgentDaemon":
@@ -86,6 +97,7 @@ class AgentDaemon:
         return worker_pids(self.state_dir)
 
     def end(self) -> None:
+        """As when its machine dies: the agent and its workers at once."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait(10)
