@@ -1,4 +1,4 @@
-"""`python -m tests.chaos --seeds N [--first S]` or `--seed S --verbose`."""
+"""`python -m tests.chaos [--nodes] --seeds N [--first S]` or `--seed S --verbose`."""
 
 import argparse
 import logging
@@ -8,7 +8,8 @@ import traceback
 
 import structlog
 
-from tests.chaos.world import run_seed
+from tests.chaos.nodes_world import NodesWorld
+from tests.chaos.world import World, run_seed
 
 
 def main() -> int:
@@ -16,22 +17,26 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=50)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--nodes", action="store_true", help="with agents on other nodes")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
     if not args.verbose:
         quiet = structlog.make_filtering_bound_logger(logging.CRITICAL)
         structlog.configure(wrapper_class=quiet)
     seeds = range(args.first, args.first + args.seeds) if args.seed is None else [args.seed]
+    kind = NodesWorld if args.nodes else World
+    options = " --nodes" if args.nodes else ""
     started = time.perf_counter()
     failed, records, virtual_s = 0, 0, 0.0
     for seed in seeds:
         try:
-            world = run_seed(seed, args.verbose)
+            world = run_seed(seed, args.verbose, kind)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
             traceback.print_exc(limit=-4)
-            print(f"seed={seed} failed; repeat with: python -m tests.chaos --seed {seed} --verbose")
+            again = f"python -m tests.chaos{options} --seed {seed} --verbose"
+            print(f"seed={seed} failed; repeat with: {again}")
             failed += 1
         else:
             records += len(world.disk.records)

@@ -201,6 +201,9 @@ class World:
                 virtual.cancel_scope.cancel()
         self._check_log()
 
+    def lives(self) -> Lives:
+        return Lives(self.scenario.policy(self.seed), self.scenario.faults)
+
     # What clients do.
 
     async def _arrivals(self, driver: Driver, life: Any) -> None:
@@ -364,7 +367,7 @@ class World:
         assert self.core.refused == [], "decisions that the fold refused"
         state = ClusterState()
         ends: dict[int, int] = {}
-        lives = Lives(self.scenario.policy(self.seed), self.scenario.faults)
+        lives = self.lives()
         for record in self.disk.records:
             if self.verbose:
                 print(line(record))
@@ -401,11 +404,11 @@ def line(record: Record) -> str:
     return f"{record.mono_ns / 1e9:9.3f} {record.seq:6d} <{record.cause:6d} {kind} {fields}"
 
 
-def run_seed(seed: int, verbose: bool = False) -> World:
+def run_seed(seed: int, verbose: bool = False, kind: type[World] = World) -> World:
     """Repeats exactly: trio's own shuffling is seeded too."""
     trio._core._run._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[attr-defined]
     trio._core._run._r.seed(seed)  # type: ignore[attr-defined]
-    world = World(seed, verbose)
+    world = kind(seed, verbose)
     anyio.run(
         world.run,
         backend="trio",
