@@ -29,7 +29,7 @@ from tests.corpus import LOGS, Expected
 RECORDS_MAX = 1100
 """Of a log. Enough for a state hash in it, small enough for a repository."""
 USUAL = (
-    *("pairs", "roles", "handovers", "restarts", "resumes", "plan", "presets", "nodes"),
+    *("pairs", "roles", "handovers", "restarts", "resumes", "plan", "presets", "nodes", "pool"),
     *("11", "39"),
 )
 """Together they hold every type of record that the daemon writes."""
@@ -292,7 +292,34 @@ def nodes() -> list[Record]:
     return world.log
 
 
+def pooled() -> list[Record]:
+    """Spares that keep the weights while no replica gives them: one cannot, one is lost with
+    its node, one feeds the decode that comes back."""
+    world = Harness(ladder_map=0, ladder_nvlink=0)
+    world.boot("prefill", "decode", "spare")
+    for node in "bc":
+        offered = ((f"{node}.r0", "spare"),)
+        world.feed(ev.AgentJoined(node, 1, "10.0.0.2", "test", "x86_64", 2, 1024, offered))
+    for replica in list(world.state.replicas):
+        world.attach(replica)
+    world.load("r0")
+    world.load("r1")
+    world.feed(ev.WorkerExited("r1", 1, "killed"))
+    world.feed(ev.PoolCopyEnded("b.r0", 1, 0, "layer 2 has another digest"))
+    world.feed(ev.PoolCopyEnded("c.r0", 1, 1000))
+    world.feed(ev.AgentLost("c", 1, "not heard of for 10 s"))
+    world.feed(ev.PoolCopyEnded("r2", 1, 1000))
+    world.attach("r1")
+    world.load("r1")
+    world.after(1)
+    world.arrive(1)
+    world.first_token(1)
+    world.imported(1)
+    return world.log
+
+
 SCRIPTS = {
+    "pool": pooled,
     "presets": presets,
     "pairs": live_pairs,
     "roles": roles,

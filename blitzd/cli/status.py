@@ -109,6 +109,8 @@ def _notes(r: dict[str, Any], now_ns: int) -> str:
         notes.append(f"stands in for {r['stands_in']}")
     if r["drain_deadline_ns"]:
         notes.append(f"{_left(r['drain_deadline_ns'], now_ns)} left")
+    if r["pooled"]:
+        notes.append("keeps the weights for others")
     if r["worker"] != "attached":
         notes.append(f"worker {r['worker']}")
     if r["trouble"]:

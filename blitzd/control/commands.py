@@ -65,6 +65,14 @@ class FollowLive:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldWeights:
+    """Have the model in memory, to give it to others. A reset with `unload` ends that."""
+
+    replica: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class StartPrefill:
     replica: str
     epoch: int
@@ -147,6 +155,7 @@ Command = (
     | ResetWorker
     | LoadModel
     | FollowLive
+    | HoldWeights
     | StartPrefill
     | DecodeLocally
     | HoldDecode
@@ -166,5 +175,12 @@ def waits_for_the_log(command: Command) -> bool:
 
 
 _BEGINS = (
-    SpawnWorker | LoadModel | FollowLive | StartPrefill | DecodeLocally | HoldDecode | ImportKv
+    SpawnWorker
+    | LoadModel
+    | FollowLive
+    | HoldWeights
+    | StartPrefill
+    | DecodeLocally
+    | HoldDecode
+    | ImportKv
 )

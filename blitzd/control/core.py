@@ -14,6 +14,7 @@ from blitzd.control import (
     audit,
     handoff,
     host_cache,
+    host_pool,
     leases,
     pairs,
     planner,
@@ -103,6 +104,7 @@ HANDLERS: dict[type[Payload], Callable[[Turn, Any], None]] = {
     ev.RollingRestartRequested: restarts.rolling_restart_requested,
     ev.RollingRestartStopRequested: restarts.rolling_restart_stop_requested,
     ev.PolicyRequested: roles.policy_requested,
+    ev.PoolCopyEnded: host_pool.copy_ended,
     ev.AgentJoined: agents.agent_joined,
     ev.AgentLost: agents.agent_lost,
     ev.WorkerFound: agents.worker_found,
@@ -151,6 +153,7 @@ class Core:
             scaling.scale(turn)
             roles.settle(turn)
             replicas.tend(turn)
+            host_pool.tend(turn)
             handoff.move(turn)
             leases.dispatch(turn)
             requests.dispatch(turn)

@@ -55,6 +55,7 @@ POLICY_OF: dict[type[Payload], tuple[str, ...]] = {
         "ladder_chain",
         "ladder_p2p",
         "ladder_host",
+        "ladder_pool",
     ),
     ev.HostCopyDropped: ("host_ttl_ms",),
     ev.ReplicaRevived: ("ladder_revive",),

@@ -119,6 +119,16 @@ RULES: dict[type[Payload], str] = {
     ev.PlannerReleased: "The counts are the planner's again: an operator said so, or time is over.",
     ev.HostCopyKept: "A load has read the model into the node's memory; ladder_host counts on it.",
     ev.HostCopyDropped: "host_ttl_ms after the last load, and no replica of the node has weights.",
+    ev.PoolCopyAssigned: (
+        "No replica has weights and a free egress, or will have soon: a spare keeps a copy for"
+        " those that load, on a node without weights if there is one, by the fastest link."
+    ),
+    ev.PoolCopyHeld: "The keeper has read the whole model into its node's memory.",
+    ev.PoolCopyFailed: "The keeper could not; it is passed over for restart_backoff_max_ms.",
+    ev.PoolCopyReleased: (
+        "A replica gives the weights (and nobody loads from the keeper any more), or the policy"
+        " wants no pool, or the node stops."
+    ),
     ev.CommandRefused: "A command that does not fit the state is refused; nothing else changed.",
     ev.RequestAccepted: "The node runs, the queue has room, and some replica is large enough.",
     ev.RequestRejected: (

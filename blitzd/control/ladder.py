@@ -8,7 +8,8 @@ those before it did not apply.
 2. *reuse* one that is empty and still has the weights (those that had the role first: their
    KV guard stays as it is, then those that were empty longest),
 3. *load* one without weights. Where these come from are the rungs that follow, in `loads`,
-   decided when the worker is there: *map*, *nvlink*, *shard*, *chain*, *p2p*, *host*, *disk*.
+   decided when the worker is there: *map*, *nvlink*, *shard*, *chain*, *p2p*, *host*, *pool*,
+   *disk*.
 
 The order is the original's (reference 4.1), with the mapped file before the network: nothing
 moves then.
@@ -85,7 +86,8 @@ def _nulls(turn: Turn, role: str, at_once: bool) -> list[Replica]:
 
 
 def _inactive(turn: Turn, _: str, at_once: bool) -> list[Replica]:
-    return _spares(turn, at_once, S.INACTIVE)
+    """Who keeps the model for others first: it has the weights at hand."""
+    return sorted(_spares(turn, at_once, S.INACTIVE), key=lambda r: not r.pooled)
 
 
 def _revive(turn: Turn, replica: Replica, _: str, step: Step) -> None:

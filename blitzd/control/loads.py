@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from blitzd.control import host_cache
+from blitzd.control import host_cache, host_pool
 from blitzd.control.commands import LoadModel
 from blitzd.control.holders import (
     Given,
@@ -126,6 +126,16 @@ def _host_copy(turn: Turn, targets: Sequence[Replica]) -> Sources:
     return {replica.id: Given() for replica in targets if replica.node in hits}
 
 
+def _pool(turn: Turn, targets: Sequence[Replica]) -> Sources:
+    """The keeper copies its own, the others hang onto it."""
+    keeper = host_pool.keeper_of(turn)
+    if keeper is None or not targets or keeper.id in turn.state.feeding():
+        return {}
+    own = {replica.id: Given() for replica in targets if replica is keeper}
+    others = [replica for replica in targets if replica is not keeper]
+    return own | given(chains(turn, [keeper], others, set()))
+
+
 RUNGS: Sequence[LoadRung] = (
     LoadRung("map", _own_file, ""),
     LoadRung("nvlink", _neighbours, "nobody of its node has weights to give", True),
@@ -133,5 +143,6 @@ RUNGS: Sequence[LoadRung] = (
     LoadRung("chain", _chain, "nobody with a free egress has weights to give", True),
     LoadRung("p2p", _point_to_point, "nobody with a free egress has all the weights", True),
     LoadRung("host", _host_copy, "no load left a copy here and no replica has the weights"),
+    LoadRung("pool", _pool, "no node keeps a copy that it could give", True),
     LoadRung("disk", _own_file, ""),
 )

@@ -83,6 +83,9 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One replica gives the weights to one that loads."""
     ladder_host: Flag = 0
     """The host's copy is copied: ServerlessLLM's cache, kept for `host_ttl_ms` after a load."""
+    ladder_pool: Flag = 1
+    """A chain from the memory of the one node that keeps a copy for all, for when no replica
+    can give the weights. Of use while they move over the network (`ladder_map` is 0)."""
     host_ttl_ms: OrNone = 30_000
     """0: it is always there."""
     ladder_prefills_give: Flag = 0

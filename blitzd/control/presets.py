@@ -166,6 +166,7 @@ def _values(features: set[str]) -> dict[str, int]:
         "ladder_p2p": int("impl_rdma" in features),
         "ladder_prefills_give": int("unidirect" in features),
         "ladder_host": int(bool(cached)),
+        "ladder_pool": 0,  # in the paper; not in what can be built
         "host_ttl_ms": 0 if cached - {"cache_replace"} else Policy().host_ttl_ms,
         "mutate_after_load": int(sllm),
     }

@@ -306,6 +306,13 @@ class EngineService(pb.EngineBase):
         await server.close()
         await asyncio.to_thread(replica.close, STOP_S)
 
+    async def hold_weights(self, message: pb.HoldWeightsRequest) -> pb.HoldWeightsReply:
+        async with self._loading:
+            if self._replica is not None:
+                raise NotReady("a model is loaded here; it gives its weights as it is")
+            offer = await self._weights.hold(Path(message.model_path))
+        return pb.HoldWeightsReply(model_digest=offer.digest, bytes_total=offer.size)
+
     async def serve_weights(self, message: pb.ServeWeightsRequest) -> pb.ServeWeightsReply:
         return await self._weights.server.run(message, deadline(ASK_S))
 
@@ -379,6 +386,7 @@ class EngineService(pb.EngineBase):
     async def reset(self, message: pb.ResetRequest) -> pb.ResetReply:
         if message.unload_weights:
             await self._unload()
+            await self._weights.give_up()
         elif self._replica is not None:
             await self._forget_everything(self._replica)
         return pb.ResetReply()

@@ -150,6 +150,17 @@ class WeightLoader:
         )
         return filling.prepared(await opening)
 
+    async def hold(self, directory: Path) -> Offer:
+        """The directory's own file, mapped, read through and on offer to peers until the next
+        load or `give_up`. The kernel may take pages back that nobody maps elsewhere; they are
+        read from the disk then. Raises InvalidField, Corrupt."""
+        self._forget()
+        prepared = await asyncio.to_thread(self._standby.take, directory, lambda moved: None)
+        size = len(prepared.weights)
+        offer = Offer(prepared.config.digest, prepared.weights, size, lambda _: size)
+        await self.server.offer(offer)
+        return offer
+
     async def give_up(self) -> None:
         """Offers nothing any more. Returns when nobody reads the weights."""
         self._forget()

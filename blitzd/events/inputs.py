@@ -371,3 +371,13 @@ class WorkerFound(Payload, frozen=True, array_like=True):
     bytes_total: int
     block_tokens: int
     blocks_total: int
+
+
+@record_type(52, Kind.INPUT)
+class PoolCopyEnded(Payload, frozen=True, array_like=True):
+    """The worker holds the model for others; or not, for this reason."""
+
+    replica: str
+    epoch: int
+    bytes_total: int
+    reason: str = ""

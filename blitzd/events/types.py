@@ -10,6 +10,7 @@ from blitzd.events.handover_events import *
 from blitzd.events.inputs import *
 from blitzd.events.live_events import *
 from blitzd.events.plan_events import *
+from blitzd.events.pool_events import *
 from blitzd.events.record import Durability, Kind, Payload, record_type
 from blitzd.events.replica_events import *
 from blitzd.events.request_events import *

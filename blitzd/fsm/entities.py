@@ -69,6 +69,8 @@ class Replica(msgspec.Struct, omit_defaults=True, gc=False):
     """(replica, epoch) that a load may get its weights from, while it runs."""
     peer_failures: int = 0
     """Loads from peers that failed, in a row."""
+    pooled: str = ""
+    """Of a spare: filling or held, the model in its node's memory for whoever loads."""
     layers_ready: int = 0
     layers_total: int = 0
     bytes_loaded: int = 0

@@ -7,6 +7,7 @@ from blitzd.fsm import (
     fold_node,
     fold_pairs,
     fold_plan,
+    fold_pool,
     fold_replicas,
     fold_requests,
     fold_restarts,
@@ -28,6 +29,7 @@ SUBJECTS = (
     fold_restarts,
     fold_links,
     fold_topology,
+    fold_pool,
 )
 
 

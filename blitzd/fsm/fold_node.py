@@ -18,6 +18,8 @@ def _(state: ClusterState, event: ev.NodeStarted, record: Record) -> None:
         replica.retry_ns = replica.failures = 0
         replica.prompt_ns = replica.import_ns = 0
         replica.trouble = ""
+        # A worker that has it at hand still does no harm, and has it faster when it is asked.
+        replica.pooled = ""
         if replica.restart_epoch:
             replica.restart_ns = record.mono_ns
         state.touch("replica", replica.id)

@@ -151,6 +151,8 @@ class Index:
         """Replicas without a worker, or without the load that their role asks for."""
         self.restarting: set[str] = set()
         """Replicas that restart, or stand in for one that does."""
+        self.pooled: set[str] = set()
+        """Spares that keep the model in memory for others."""
         self.tokens: Counter[RequestState] = Counter()
         """Of prompts and of output that is computed again, by the state of their request."""
         self._rankings = (
@@ -245,6 +247,7 @@ class Index:
                 ranking.put(key, None)
             self.idle_workers.discard(key)
             self.restarting.discard(key)
+            self.pooled.discard(key)
             return
         new = self._replicas[key] = self._replica_row(replica)
         self._count_replica(key, new, 1)
@@ -253,6 +256,7 @@ class Index:
         self.idle_workers.add(key) if wants else self.idle_workers.discard(key)
         restarts = bool(replica.restart_epoch or replica.stands_in)
         self.restarting.add(key) if restarts else self.restarting.discard(key)
+        self.pooled.add(key) if replica.pooled else self.pooled.discard(key)
 
     def _rank(self, replica: Replica) -> None:
         key, at = replica.id, replica.state

@@ -60,6 +60,16 @@ def _feeds(state: ClusterState) -> Iterator[str]:
             source = state.feeder(source)
 
 
+def _pool(state: ClusterState) -> Iterator[str]:
+    """One node at most keeps a copy for the others, in a worker that has nothing else to do."""
+    pooled = [r for r in state.replicas.values() if r.pooled]
+    if len(pooled) > 1:
+        yield f"{', '.join(r.id for r in pooled)} each keep a copy for others"
+    for replica in pooled:
+        if replica.state is not S.INACTIVE or replica.worker != "attached":
+            yield f"{replica.id} is {replica.state} and keeps a copy for others"
+
+
 def _pairs(state: ClusterState) -> Iterator[str]:
     """3: old and new ones come in pairs, except a new one whose old has died."""
     for replica in state.replicas.values():
@@ -152,6 +162,7 @@ CHECKS: tuple[Check, ...] = (
     _guards,
     _weights,
     _feeds,
+    _pool,
     _pairs,
     _leases,
     _requests,

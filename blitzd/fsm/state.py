@@ -210,6 +210,7 @@ class ClusterState:
             "bytes_loaded": replica.bytes_loaded,
             "bytes_total": replica.bytes_total,
             "source": replica.source,
+            "pooled": replica.pooled,
             "pair": replica.pair_id,
             "cordoned": bool(replica.cordoned),
             "drain_deadline_ns": replica.drain_deadline_ns,

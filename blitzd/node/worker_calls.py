@@ -17,7 +17,7 @@ from blitzd.node.wire_ids import request_and_attempt, wire_id
 from blitzd.proto.blitzd.engine import v1 as pb
 
 LOAD_DEADLINE_S = 600.0
-FILES = {"host": pb.FileAccess.HOST, "disk": pb.FileAccess.DISK}
+FILES = {"host": pb.FileAccess.HOST, "pool": pb.FileAccess.HOST, "disk": pb.FileAccess.DISK}
 """How a load takes the node's file, by the rung of the ladder."""
 CALL_MARGIN_S = 1.0
 """A call outlives the hang deadline by this: silence is told as a hang, once, by the watch that
@@ -112,6 +112,15 @@ class WorkerCalls:
         except CallFailed as error:
             reason = describe_failure(error)
         await self._reports.post(self._load_ended(last, reason))
+
+    async def hold_weights(self, model_path: str) -> None:
+        reason, size = "", 0
+        try:
+            call = pb.HoldWeightsRequest(model_path=model_path)
+            size = (await self._stub.hold_weights(call, timeout=LOAD_DEADLINE_S)).bytes_total
+        except CallFailed as error:
+            reason = describe_failure(error)
+        await self._reports.post(ev.PoolCopyEnded(self._replica, self._epoch, size, reason))
 
     def _load_moved(self, progress: pb.LoadProgress) -> ev.LoadMoved:
         return ev.LoadMoved(

@@ -55,6 +55,7 @@ class WorkerPool:
             cmd.EndWorker: self._end,
             cmd.ResetWorker: self._reset,
             cmd.LoadModel: self._load,
+            cmd.HoldWeights: self._hold_weights,
             cmd.StartPrefill: self._prefill,
             cmd.DecodeLocally: self._decode_locally,
             cmd.HoldDecode: self._hold,
@@ -248,6 +249,11 @@ class WorkerPool:
             home = worker.home
             load = worker.calls.load(home.model_path, home.kv_blocks, peers, shards, command)
             worker.start(load)
+
+    def _hold_weights(self, command: cmd.HoldWeights, live: None) -> None:
+        worker = self._workers.get((command.replica, command.epoch))
+        if worker is not None:
+            worker.start(worker.calls.hold_weights(worker.home.model_path))
 
     def _endpoint(self, replica: str, epoch: int, caller: Worker) -> str:
         """Where `caller` reaches that worker; one that is gone it will not find."""

@@ -110,6 +110,8 @@ class VirtualWorkers:
                     self._run(command, self._go_on, Job(live))
             case cmd.LoadModel():
                 self._run(command, self._load, command.peers)
+            case cmd.HoldWeights():
+                self._run(command, self._hold_weights)
             case cmd.StartPrefill():
                 if live is not None and live.runs(command.attempt):
                     self._run(command, self._prefill, Job(live), command.hold)
@@ -240,6 +242,13 @@ class VirtualWorkers:
         if not reason and self._random.random() < self.faults.load_failure:
             reason = "digest differs"
         ended = ev.LoadEnded(*on, "d", source, LAYERS, LAYERS * 10, BLOCK_TOKENS, BLOCKS, reason)
+        await self._post(worker, ended, certain=True)
+
+    async def _hold_weights(self, worker: VirtualWorker) -> None:
+        await self._pause(worker, 0.2)
+        failed = self._random.random() < self.faults.load_failure
+        reason = "digest differs" if failed else ""
+        ended = ev.PoolCopyEnded(worker.replica, worker.epoch, LAYERS * 10, reason)
         await self._post(worker, ended, certain=True)
 
     def _gives(self, replica: str, epoch: int) -> bool:

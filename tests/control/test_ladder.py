@@ -88,7 +88,7 @@ def test_a_warm_spare_of_another_role_is_left_if_the_policy_says_so() -> None:
         ({"ladder_map": 0}, "nvlink", "r0"),
         ({"ladder_map": 0} | dict.fromkeys(NETWORK[:2], 0), "chain", "r1"),
         ({"ladder_map": 0} | dict.fromkeys(NETWORK[:3], 0), "p2p", "r1"),
-        (dict.fromkeys(NETWORK, 0) | {"ladder_map": 0}, "disk", "disk"),
+        (dict.fromkeys(NETWORK, 0) | {"ladder_map": 0, "ladder_pool": 0}, "disk", "disk"),
     ],
 )
 def test_weights_come_from_the_first_rung_that_is_on(
@@ -99,7 +99,7 @@ def test_weights_come_from_the_first_rung_that_is_on(
         world.feed(ev.PolicyRequested(tuple(policy.items())))
     started = only(world.feed(ev.ScaleRequested(1, 2)), ev.LoadStarted)
     assert (started.rung, started.source) == (rung, source)
-    order = ["map", "nvlink", "shard", "chain", "p2p", "host", "disk"]
+    order = ["map", "nvlink", "shard", "chain", "p2p", "host", "pool", "disk"]
     passed = order[: order.index(rung)]
     assert started.skipped == tuple((name, f"off: ladder_{name} is 0") for name in passed)
     [load] = world.commanded(LoadModel)

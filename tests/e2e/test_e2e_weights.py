@@ -123,3 +123,25 @@ def test_a_kill_in_mid_transfer_leaves_nobody_stuck_and_no_wrong_weights(
     assert all(r["trouble"] == "" for r in replicas(daemon).values() if r["state"] == "Decode")
     scale(daemon, 1, 1)
     wait_serving(daemon, 1)
+
+
+@pytest.mark.slow
+def test_with_prefills_alone_a_spare_keeps_the_weights_and_the_next_decode_gets_them_there(
+    daemon: Daemon,
+) -> None:
+    wait_serving(daemon, 1)
+    wait_for("spares", lambda: idle(daemon) == 3)
+    [expected] = texts(daemon, 1)
+    since = daemon.state()["seq"]
+    victim = daemon.replica("decode")
+    os.kill(victim["pid"], signal.SIGKILL)
+    wait_for("its end", lambda: replicas(daemon)[victim["id"]]["pid"] != victim["pid"])
+    wait_serving(daemon, 1)
+    events = [e for e in daemon.events() if e["seq"] > since]
+    told = {e["type"]: e["payload"] for e in events if e["type"].startswith("PoolCopy")}
+    started = [e["payload"] for e in events if e["type"] == "LoadStarted"]
+    keeper = told["PoolCopyAssigned"]["replica"]
+    assert told["PoolCopyHeld"]["bytes_total"] == replicas(daemon)[victim["id"]]["bytes_total"]
+    assert [(load["rung"], load["source"]) for load in started] == [("pool", keeper)]
+    wait_for("the copy to go", lambda: not replicas(daemon)[keeper]["pooled"])
+    assert texts(daemon, 4) == {expected}

@@ -23,6 +23,8 @@ __all__ = (
     "HealthRequest",
     "HoldRequestsReply",
     "HoldRequestsRequest",
+    "HoldWeightsReply",
+    "HoldWeightsRequest",
     "Holdings",
     "ImportKvReport",
     "ImportKvRequest",
@@ -620,6 +622,31 @@ class HoldRequestsRequest(betterproto2.Message):
 
 default_message_pool.register_message(
     "blitzd.engine.v1", "HoldRequestsRequest", HoldRequestsRequest
+)
+
+
+@dataclass(eq=False, repr=False)
+class HoldWeightsReply(betterproto2.Message):
+    model_digest: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
+
+    bytes_total: "int" = betterproto2.field(2, betterproto2.TYPE_UINT64)
+
+
+default_message_pool.register_message(
+    "blitzd.engine.v1", "HoldWeightsReply", HoldWeightsReply
+)
+
+
+@dataclass(eq=False, repr=False)
+class HoldWeightsRequest(betterproto2.Message):
+    model_path: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
+    """
+    a prepared model directory
+    """
+
+
+default_message_pool.register_message(
+    "blitzd.engine.v1", "HoldWeightsRequest", HoldWeightsRequest
 )
 
 
@@ -1373,6 +1400,29 @@ class EngineStub(betterproto2_grpclib.ServiceStub):
             metadata=metadata,
         )
 
+    async def hold_weights(
+        self,
+        message: "HoldWeightsRequest",
+        *,
+        timeout: "float | None" = None,
+        deadline: "Deadline | None" = None,
+        metadata: "MetadataLike | None" = None,
+    ) -> "HoldWeightsReply":
+        """
+        Maps a model's file, reads all of it into memory and serves it from then on, without a
+        replica: for workers that have nothing else to do. LoadModel and Reset with unload_weights
+        end that. Idempotent.
+        """
+
+        return await self._unary_unary(
+            "/blitzd.engine.v1.Engine/HoldWeights",
+            message,
+            HoldWeightsReply,
+            timeout=timeout,
+            deadline=deadline,
+            metadata=metadata,
+        )
+
     async def prefill(
         self,
         message: "PrefillRequest",
@@ -1694,6 +1744,15 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
 
         raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
 
+    async def hold_weights(self, message: "HoldWeightsRequest") -> "HoldWeightsReply":
+        """
+        Maps a model's file, reads all of it into memory and serves it from then on, without a
+        replica: for workers that have nothing else to do. LoadModel and Reset with unload_weights
+        end that. Idempotent.
+        """
+
+        raise grpclib.GRPCError(grpclib.const.Status.UNIMPLEMENTED)
+
     async def prefill(self, message: "PrefillRequest") -> "PrefillReply":
         """
         Admits a request. Its tokens come through Watch.
@@ -1826,6 +1885,14 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
         response = await self.serve_weights(request)
         await stream.send_message(response)
 
+    async def __rpc_hold_weights(
+        self, stream: "grpclib.server.Stream[HoldWeightsRequest, HoldWeightsReply]"
+    ) -> None:
+        request = await stream.recv_message()
+        assert request is not None
+        response = await self.hold_weights(request)
+        await stream.send_message(response)
+
     async def __rpc_prefill(
         self, stream: "grpclib.server.Stream[PrefillRequest, PrefillReply]"
     ) -> None:
@@ -1955,6 +2022,12 @@ class EngineBase(betterproto2_grpclib.ServiceBase):
                 grpclib.const.Cardinality.UNARY_UNARY,
                 ServeWeightsRequest,
                 ServeWeightsReply,
+            ),
+            "/blitzd.engine.v1.Engine/HoldWeights": grpclib.const.Handler(
+                self.__rpc_hold_weights,
+                grpclib.const.Cardinality.UNARY_UNARY,
+                HoldWeightsRequest,
+                HoldWeightsReply,
             ),
             "/blitzd.engine.v1.Engine/Prefill": grpclib.const.Handler(
                 self.__rpc_prefill,
