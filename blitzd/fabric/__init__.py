@@ -7,6 +7,7 @@ written any more.
 
 from blitzd.fabric.arena import SharedArena
 from blitzd.fabric.arena_server import ArenaServer
+from blitzd.fabric.codec import quicken
 from blitzd.fabric.endpoints import PLAIN, Tls, channel_to, endpoint_of, host_and_port
 from blitzd.fabric.errors import (
     FabricError,
@@ -39,3 +40,5 @@ __all__ = [
     "endpoint_of",
     "host_and_port",
 ]
+
+quicken()
