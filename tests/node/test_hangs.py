@@ -67,10 +67,10 @@ def test_an_event_loop_that_is_stuck_is_a_hang_though_the_worker_computes(
 
 def test_steps_longer_than_the_hang_deadline_are_none(tmp_path: Path) -> None:
     async def slow() -> None:
-        # 4 layers: 4 s a step, twice the deadline.
+        # 4 layers: 4 s for the step, twice the deadline.
         async with pool(tmp_path, hang_deadline_s=DEADLINE_S, pace_layer_ms=1000.0) as running:
-            running.generate(2)
-            await running.kept.until(lambda: len(running.kept.tokens) == 2)
+            running.generate(1)
+            await running.kept.until(lambda: len(running.kept.tokens) == 1)
             assert not [p for p in running.kept.posted if isinstance(p, ev.WorkerExited)]
 
     asyncio.run(slow())
@@ -90,7 +90,7 @@ def test_a_daemon_that_was_held_up_itself_blames_nobody(tmp_path: Path) -> None:
     async def held_up() -> None:
         async with pool(tmp_path, hang_deadline_s=DEADLINE_S) as running:
             for _ in range(2):
-                time.sleep(2 * DEADLINE_S)  # noqa: ASYNC251 - it stands for a machine that was suspended
+                time.sleep(1.25 * DEADLINE_S)  # noqa: ASYNC251 - it stands for a machine that was suspended
                 await asyncio.sleep(0.3)
             assert not [p for p in running.kept.posted if isinstance(p, ev.WorkerExited)]
             os.kill(running.pid, signal.SIGSTOP)
