@@ -1,4 +1,5 @@
-"""Weights to several hosts at once: a chain as planned, against repeated point to point.
+"""Weights to several hosts at once: a chain as planned, against repeated point to point; and
+shards over two links of each host.
 
     sudo .venv/bin/python benchmarks/hosts/bench_multicast.py
 
@@ -7,31 +8,50 @@ on a few cores is bound by copying. Each count of receivers is run as a chain an
 point, in turns; a ratio is the time until the last receiver is whole and checked, over the
 time that the arena's bytes take at the link's goodput, which is that of a plain TCP
 connection measured right before. 1.0 cannot be reached: every hop forwards a whole chunk.
+
+Shards go to machines with a worker at each of their links; there the ratio is to what half
+the arena takes at the goodput of one link, and the copy of the other half out of memory.
 """
 
 import asyncio
+import mmap
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated
 
 import cyclopts
+import numpy as np
 from cyclopts import Parameter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from blitzd.control import shards
 from blitzd.control.multicast import Chain, arrivals
 from blitzd.engine.catalogue import prepared_dir
 from blitzd.engine.layout import read_model_file
+from blitzd.fabric import SharedArena
 from blitzd.fabric.ucx_env import CHUNK_BYTES
 from tests.engine.workers import Client, zygote
 from tests.hosts.netns import Hosts, hosts, why_not
-from tests.hosts.transfers import alone, chained, multicast, receive, topology_of, workers
+from tests.hosts.transfers import (
+    alone,
+    chained,
+    multicast,
+    receive,
+    sharded,
+    topology_of,
+    wide_topology,
+    workers,
+)
 
 COUNTS = (1, 2, 4, 6)
+MACHINES = (1, 2)
+LINKS = 2
 
 
 def cpu_s(clients: dict[str, Client]) -> float:
@@ -73,11 +93,51 @@ async def measure(
                 )
 
 
+def gather_s(size: int) -> float:
+    """What a copy of so many bytes takes, out of a mapping onto memory that is not there yet."""
+    mapped = SharedArena(size, prefault=True)
+    target = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
+    began = time.monotonic()
+    target[:] = mapped.bytes
+    return time.monotonic() - began
+
+
+async def measure_shards(
+    rate: float, model: Path, hollow: Path, directory: Path, machines: tuple[int, ...]
+) -> None:
+    size = read_model_file(model).layout.length
+    print(f"\n{LINKS} links a machine of {rate:.0f} Mbit/s, a worker at each")
+    print("machines  goodput of one   ideal  gather    last  ratio  planned  CPU s  load")
+    with zygote(directory) as zygotes:
+        for count in machines:
+            with hosts(count + 1, rate, LINKS) as made:
+                goodput = made.goodput(0, 1)
+                gather = gather_s(size - size // LINKS)
+                topology = wide_topology(made, goodput, (size - size // LINKS) / gather)
+                plan = sharded(topology, "h0")
+                async with workers(zygotes, made, count + 1) as clients:
+                    sources = [clients[chain.source] for chain in plan.chains]
+                    for source in sources:
+                        await receive(source, model, [])
+                    before = cpu_s(clients)
+                    last = max((await multicast(clients, hollow, plan)).values())
+                    spent = cpu_s(clients) - before
+            ideal = size / LINKS / goodput
+            load, _, _ = os.getloadavg()
+            planned = max(shards.arrivals(topology, plan, size, CHUNK_BYTES).values())
+            print(
+                f"{count:8}  {goodput / 1e6:9.1f} MB/s {ideal:6.2f} s {gather:5.2f} s {last:6.2f} s"
+                f"  {last / (ideal + gather):5.3f} {planned:6.2f} s  {spent:5.2f}  {load:4.1f}",
+                flush=True,
+            )
+
+
 def main(
     model: Path | None = None,
     rate: float = 400.0,
     receivers: Annotated[tuple[int, ...], Parameter(negative=())] = COUNTS,
     unicast: bool = True,
+    machines: Annotated[tuple[int, ...], Parameter(negative=())] = MACHINES,
 ) -> int:
     """Print the table.
 
@@ -91,6 +151,8 @@ def main(
         Counts of receivers.
     unicast
         Also point to point.
+    machines
+        Counts of machines that take shards in over two links each.
     """
     reason = why_not()
     if reason:
@@ -108,8 +170,11 @@ def main(
     try:
         hollow = directory / "hollow"
         shutil.copytree(model, hollow, ignore=shutil.ignore_patterns("arena.bin"))
-        with hosts(max(receivers) + 1, rate) as made:
-            asyncio.run(measure(made, model, hollow, directory, receivers, unicast))
+        if receivers:
+            with hosts(max(receivers) + 1, rate) as made:
+                asyncio.run(measure(made, model, hollow, directory, receivers, unicast))
+        if machines:
+            asyncio.run(measure_shards(rate, model, hollow, directory, machines))
     finally:
         shutil.rmtree(directory)
     return 0

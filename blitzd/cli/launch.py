@@ -105,6 +105,7 @@ def node_config(settings: Settings, state_dir: Path, say: Say) -> NodeConfig:
         lease_s=settings.node.lease_s,
         spawn=settings.node.spawn,
         same_node=settings.fabric.same_node,
+        network_devices=settings.fabric.network_devices,
         kv_blocks=_kv_blocks(model_dir, engine.kv_mib, loaded),
         devices=devices,
         weights=engine.weights,

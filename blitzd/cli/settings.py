@@ -26,6 +26,7 @@ Device = Annotated[
 Name = Annotated[
     str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$", description="a host name's characters")
 ]
+NetworkDevice = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,62}$")]
 Text = Annotated[str, Meta(min_length=1)]
 
 
@@ -100,6 +101,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 class FabricSettings(msgspec.Struct, frozen=True, kw_only=True):
     same_node: Literal["map", "ucx"] = "map"
     """How KV moves between workers of this node: a mapped arena, or UCX as between nodes."""
+    network_devices: Annotated[tuple[NetworkDevice, ...], Meta(min_length=0, max_length=16)] = ()
+    """Of this node, as UCX names them (eth0, mlx5_0:1), in the order of its `links` in [topology]:
+    replicas take turns on them, so that each brings its shard of the weights over a link of its
+    own. None: every replica uses all of them."""
 
 
 Gbits = Annotated[float, Meta(gt=0, le=1_000_000)]
@@ -219,6 +224,12 @@ def conflicts(settings: Settings) -> list[str]:
         )
     found += _node_conflicts(settings.node) + _replica_conflicts(settings)
     found += _topology_conflicts(settings)
+    devices, here = settings.fabric.network_devices, settings.topology.nodes.get(settings.node.name)
+    if devices and here is not None and len(devices) != len(here.links):
+        found.append(
+            f"fabric.network_devices: {len(devices)} of them; accepted: one for each link of"
+            f" topology.nodes.{settings.node.name}, {len(here.links)}"
+        )
     found += [f"policy.{reason}" for _, reason in settings.policy.conflicts()]
     return found
 

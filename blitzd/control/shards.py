@@ -9,7 +9,7 @@ the time of a chain.
 To the chains' planner such a machine is one wide device, and k sources together are one.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -99,17 +99,21 @@ def _shards(
     most = min(len(givers), max(map(len, takers.values()), default=0))
     if most < 2:
         return 1
-    rates = {name: topology.devices[name].rate for links in takers.values() for name in links}
+    devices = topology.devices
+    targets: Counter[tuple[tuple[int, ...], int]] = Counter()
+    """By the rates of a domain's links and inside it: machines are mostly alike."""
+    for domain, links in takers.items():
+        if links:
+            rates = tuple([devices[name].rate for name in links])
+            targets[rates, topology.inside(domain)] += sizes[domain]
 
     def seconds(count: int) -> float:
         """Of all targets together, for a byte of the weights."""
         total = 0.0
-        for domain, links in takers.items():
-            k = count if len(links) >= count else 1
-            if links:
-                slowest = min(rates[links[k - 1]], topology.devices[givers[k - 1]].rate)
-                gather = (k - 1) / (k * topology.inside(domain))
-                total += sizes[domain] * (1 / (k * slowest) + gather)
+        for (rates, inside), size in targets.items():
+            k = count if len(rates) >= count else 1
+            slowest = min(rates[k - 1], devices[givers[k - 1]].rate)
+            total += size * (1 / (k * slowest) + (k - 1) / (k * inside))
         return total
 
     return min(range(1, most + 1), key=seconds)
@@ -124,8 +128,9 @@ def _chains(
     """(which set of sources, the domains in the order in which the bytes pass them)."""
 
     def one(name: str, members: Sequence[str]) -> Device:
-        links = [topology.devices[member] for member in members]
-        return Device(name, links[0].leaf, min(link.rate for link in links), name)
+        # Its slowest link is the last.
+        first, last = topology.devices[members[0]], topology.devices[members[-1]]
+        return Device(name, first.leaf, last.rate, name)
 
     heads = {f"source {index}": index for index in range(len(sets))}
     places = {f"target {domain}": domain for domain in wide}
@@ -134,7 +139,7 @@ def _chains(
     busy = {
         name
         for name, domain in places.items()
-        if any(topology.devices[member].link in busy_out for member in wide[domain])
+        if busy_out and any(topology.devices[member].link in busy_out for member in wide[domain])
     }
     flat = Topology(devices, topology.scale_up_rate)
     chains = multicast.plan(flat, heads, list(places), busy_links=busy)

@@ -91,6 +91,14 @@ class EngineService(pb.EngineBase):
         """A daemon is watching right now."""
         return self._reports.watched
 
+    async def start_fabric(self) -> None:
+        """Ahead of the first transfer, which else waits for UCX at both of its ends."""
+        try:
+            await self._ucx.start()
+        except Exception as error:
+            # Whoever needs it says so to its caller.
+            log.warning("UCX did not start", error=repr(error))
+
     async def close(self) -> None:
         """Ends transfers and the step loop, removes the KV socket. Idempotent."""
         await self._unload()

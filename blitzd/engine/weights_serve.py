@@ -22,7 +22,7 @@ SENDS = 16
 """At a time. A chain needs one; the rest is for those whose source has died."""
 SEND_S = 3600.0
 """The receiver keeps the deadline that counts, and is watched."""
-GATHER_BYTES = 4 << 20
+GATHER_BYTES = 8 << 20
 """That a neighbour is called for, unless fewer are left or come."""
 
 log = structlog.get_logger()

@@ -144,6 +144,9 @@ async def serve(options: WorkerOptions) -> int:
     # Two seconds of reading torch from disk pass while the daemon finds out that we are here.
     ready = (options, service.standby)
     threading.Thread(target=_get_ready, args=ready, name="get-ready", daemon=True).start()
+    if options.host or options.network_device:
+        fabric = asyncio.create_task(service.start_fabric())
+        ended.add_done_callback(lambda _: fabric.cancel())
     orphaned = asyncio.create_task(_wait_orphaned(service, options.orphan_timeout_s))
     orphaned.add_done_callback(lambda task: None if task.cancelled() else end(0))
     try:

@@ -35,6 +35,8 @@ class NodeConfig:
     """How workers are started: process or systemd."""
     same_node: str = "map"
     """How KV moves between workers of this node: map or ucx."""
+    network_devices: tuple[str, ...] = ()
+    """Replicas take turns on them, by their number; empty: each uses all."""
     kv_blocks: int = 256
     """KV blocks of 64 tokens per replica."""
     devices: tuple[str, ...] = ("cpu",)
@@ -64,5 +66,14 @@ class NodeConfig:
 
     def device_of(self, replica: str) -> str:
         """The same for every epoch of a replica."""
-        last = re.findall(r"\d+", replica)[-1:] or ["0"]  # a node's name may have digits, too
-        return self.devices[int(last[0]) % len(self.devices)]
+        return self.devices[_number(replica) % len(self.devices)]
+
+    def network_device_of(self, replica: str) -> str:
+        """The same for every epoch of a replica. Empty: any."""
+        devices = self.network_devices
+        return devices[_number(replica) % len(devices)] if devices else ""
+
+
+def _number(replica: str) -> int:
+    last = re.findall(r"\d+", replica)[-1:] or ["0"]  # a node's name may have digits, too
+    return int(last[0])

@@ -29,6 +29,9 @@ class Starter:
             afar = ["--host", config.address]
             if tls.ca:
                 afar += ["--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca]
+        device = config.network_device_of(replica)
+        if device:
+            afar += ["--network-device", device]
         return [
             *("--id", replica, "--epoch", str(epoch)),
             *("--socket", str(self.socket(replica, epoch))),

@@ -70,6 +70,7 @@ BESIDE = {
 VALUES: dict[str, Any] = {
     "node.controller": "a:2",
     "baseline.preset": "impl_rdma",
+    "fabric.network_devices": ["eth0", "mlx5_0:1"],
     "topology.nodes": {"a": {"gbit_s": 100.0, "links": ["e0", "e1"], "leaf": "l", "domain": "d"}},
 }
 
@@ -297,6 +298,13 @@ def test_a_topology_is_a_table_for_each_node(file: Path) -> None:
 )
 def test_what_is_wrong_in_a_topology_is_named_by_its_key(nodes: str, says: str) -> None:
     assert problems(assignments=(f"topology.nodes={nodes}",)) == [f"--set: topology.nodes{says}"]
+
+
+def test_each_described_link_of_this_node_has_its_device() -> None:
+    links = "topology.nodes={local={gbit_s=1,links=['l0','l1']}}"
+    [found] = problems(assignments=(links, "fabric.network_devices=['eth0']"))
+    assert "fabric.network_devices: 1 of them; accepted: one for each link" in found
+    assert load(None, [links, "fabric.network_devices=['eth0','eth1']"], {})
 
 
 def test_an_agent_leaves_the_topology_to_its_controller() -> None:
