@@ -3,6 +3,7 @@ where namespaces cannot be had, one host and a source that keeps to the link's t
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import structlog
 
 from blitzd.engine.layout import read_model_file
 from blitzd.engine.prepare import build
@@ -199,6 +201,7 @@ async def world() -> AsyncIterator[World]:
 def _hosts(model: Path) -> Iterator[Hosts | None]:
     if reason := why_not():
         print(f"no hosts ({reason}): the source of the weights keeps to the link's times")
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
         yield None
         return
     layer = read_model_file(model).layout.sections[1].length

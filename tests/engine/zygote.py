@@ -23,6 +23,7 @@ from tests.hosts.netns import move_to
 
 def become_worker(order: dict[str, object], log: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 2)
     os.close(0)
@@ -44,6 +45,7 @@ def become_worker(order: dict[str, object], log: str) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it, by closing stdin
     binding()
     gc.freeze()
     for line in sys.stdin:
