@@ -18,10 +18,11 @@ import time
 from pathlib import Path
 
 from benchmarks.zigzag_load import Load, Seen
-from benchmarks.zigzag_report import Busy, Sample, report, save
+from benchmarks.zigzag_report import Busy, Sample, report, save, trial_of
 from benchmarks.zigzag_world import LAYER_S, LAYERS, World, world
 from blitzd.sched.zigzag import Policy
 from blitzd.sim.arrivals import poisson_arrivals
+from blitzd.sim.zigzag_drawing import as_text
 
 RATE = 1.75
 """Arrivals in the time that one replica takes for one."""
@@ -79,6 +80,7 @@ async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("loads", type=int, nargs="?", default=30)
     parser.add_argument("--save", type=Path, metavar="DIR")
+    parser.add_argument("--draw", type=int, metavar="LOAD", help="draws this load's zigzag")
     asked = parser.parse_args()
     if asked.save is not None:
         asked.save.mkdir(parents=True, exist_ok=True)
@@ -89,6 +91,9 @@ async def main() -> int:
     await asyncio.wait([running])
     print(f"layers paced at {LAYER_S * 1e3:.0f} ms, {RATE} times one replica's rate of arrivals")
     print(*report(bench.seen), bench.busy, f"{time.monotonic() - began:.0f} s in all", sep="\n")
+    if asked.draw is not None and 0 < asked.draw <= len(bench.seen[Policy.ILP_FREE]):
+        found = bench.seen[Policy.ILP_FREE][asked.draw - 1]
+        print(as_text(trial_of(found.recorded()).pair, found.outcome))
     if running.cancelled():
         return 130
     running.result()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.zigzag_world import BLOCKS, LAYER_S, LAYERS, World, unload
 from blitzd.proto.blitzd.engine import v1 as pb
+from blitzd.sched.pair_model import Outcome, Run
 from blitzd.sched.zigzag import Policy, pending_cap
 from blitzd.sim.zigzag import RecordedPair, RecordedRequest
 from tests.engine.local_replica import request
@@ -30,6 +31,7 @@ class Seen:
     """When New had so many layers; 0: the embedding."""
     layer_s: dict[int, float] = field(default_factory=dict)
     """What a layer took on Old, of the requests that ended there."""
+    runs: list[Run] = field(default_factory=list)
 
     @property
     def ttft(self) -> list[float]:
@@ -42,6 +44,11 @@ class Seen:
     @property
     def completed(self) -> int:
         return sum(end <= self.loaded for end in self.ends.values())
+
+    @property
+    def outcome(self) -> Outcome:
+        """As the model would have it."""
+        return Outcome([_ns(self.ends[n]) for n in range(len(self.arrivals))], self.runs)
 
     def recorded(self) -> RecordedPair:
         usual = statistics.median(self.layer_s.values()) if self.layer_s else LAYER_S
@@ -91,6 +98,8 @@ class Load:
                     await asyncio.gather(self._following, return_exceptions=True)
                 for client in (self._new, self._old):
                     client.reported = lambda report: None
+        for on_new, client in ((True, self._new), (False, self._old)):
+            self.seen.runs += self._runs(on_new, client)
         await self._release(self._old)
         await unload(self._new)
         return self.seen
@@ -175,6 +184,14 @@ class Load:
             return self._new
         # What waits behind New's head is what Old takes.
         return self._old if not on_old and on_new == 1 else None
+
+    def _runs(self, on_new: bool, client: Client) -> list[Run]:
+        began = _ns(self._began)
+        return [
+            Run(on_new, number, first, last, begin - began, end - began)
+            for request_id, first, last, begin, end in self._world.steps(client)
+            if 0 <= (number := request_id - self._first_id) < len(self._times)
+        ]
 
     async def _release(self, client: Client) -> None:
         held = (await client.holdings()).request_ids

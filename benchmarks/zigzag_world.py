@@ -151,6 +151,11 @@ class World:
     async def _start(self, name: str, host: int, options: dict[str, object]) -> Watched:
         return await start(self.zygotes, self.hosts, name, host, options)
 
+    def steps(self, client: Client) -> list[list[int]]:
+        """What it ran, as the zygote's `record_steps` has it."""
+        path = self.zygotes.directory / f"{client.replica}.steps"
+        return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+
     async def close(self) -> None:
         for pair in self.pairs.values():
             for client in pair:
@@ -170,7 +175,8 @@ async def start(
     zygotes: Zygote, joined: Hosts | None, name: str, host: int, options: dict[str, object]
 ) -> Watched:
     where = {} if joined is None else {"namespace": joined.name(host)}
-    process = zygotes.start(name, replica=options, orphan_timeout_s=ORPHAN_S, **where)
+    steps = str(zygotes.directory / f"{name}.steps")
+    process = zygotes.start(name, replica=options, orphan_timeout_s=ORPHAN_S, steps=steps, **where)
     return await Watched.connect(name, zygotes.epochs[name], process)
 
 

@@ -9,15 +9,19 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
 
 import blitzd.engine.replica
+from blitzd.engine.live_stepper import LayerStep, LiveStepper
 from blitzd.engine.options import ReplicaOptions
+from blitzd.engine.stepper import Result, Step
 from blitzd.engine.worker import WorkerOptions, run
 from blitzd.fabric import Identity
 from blitzd.fabric.ucx_env import binding
+from blitzd.proto.blitzd.engine import v1 as pb
 from tests.hosts.netns import move_to
 
 
@@ -31,6 +35,8 @@ def become_worker(order: dict[str, object], log: str) -> None:
     if order.pop("staged", False):
         # KV apart from the buffer that peers see, as on a device.
         blitzd.engine.replica.model_device = lambda *_: torch.device("cpu")
+    if steps := order.pop("steps", ""):
+        record_steps(Path(str(steps)))
     if namespace := order.pop("namespace", ""):
         move_to(str(namespace))
     replica = ReplicaOptions(**order.pop("replica", {}))  # type: ignore[arg-type]
@@ -41,6 +47,23 @@ def become_worker(order: dict[str, object], log: str) -> None:
         **order,  # type: ignore[arg-type]
     )
     os._exit(run(options))
+
+
+def record_steps(path: Path) -> None:
+    """A line of JSON for each request in each step: [id, first layer, layer behind the last, begin,
+    end], in ns of the monotonic clock."""
+    lines = path.open("a", buffering=1)
+    finish = LiveStepper.finish
+
+    def recorded(self: LiveStepper, step: Step, result: Result | Exception) -> pb.StepReport:
+        ran = [(chunk.sequence.id, 0, self.live.layers) for chunk in step.plan.chunks]
+        if isinstance(step, LayerStep):
+            ran = [(step.live.one.id, step.live.one.done, step.live.last)]
+        now = time.monotonic_ns()
+        lines.writelines(json.dumps([*one, step.began_ns, now]) + "\n" for one in ran)
+        return finish(self, step, result)
+
+    LiveStepper.finish = recorded  # type: ignore[method-assign]
 
 
 def main() -> None:
