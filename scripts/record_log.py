@@ -30,7 +30,7 @@ RECORDS_MAX = 1100
 """Of a log. Enough for a state hash in it, small enough for a repository."""
 USUAL = (
     *("pairs", "roles", "handovers", "restarts", "resumes", "plan", "presets", "nodes", "pool"),
-    *("11", "39"),
+    *("11", "40"),
 )
 """Together they hold every type of record that the daemon writes."""
 
@@ -134,23 +134,33 @@ def handovers() -> list[Record]:
 
 
 def live_pairs() -> list[Record]:
-    """A pair that settles, one whose load fails, one whose old side dies, and a second boot
-    with a smaller configuration."""
+    """A pair that shares requests and settles, one whose load fails, one whose old side dies, and
+    a second boot with a smaller configuration."""
     world = Harness().serving("prefill", "decode", "spare", "spare", "spare")
     world.arrive(1)
     world.feed(ev.LivePairRequested("r2", "r0"))
-    world.feed(ev.Relayed("r2", 1, 1, 0, 3))
-    world.feed(ev.FollowEnded(1, "r0", 1, 0, "source", "peer was lost"))
+    world.moved("r2")
+    for request_id in (2, 3, 4, 5):
+        world.arrive(request_id)
+    world.relayed(2, 3)
+    world.relayed(3, 0)
+    refused = ev.RequestErrored("r2", 1, 4, "prompt_tokens: too many for a live prefill")
+    world.feed(refused)
+    world.followed(1, "source")
+    world.after(100)
     world.load("r2")
-    pair_id = world.replica("r2").pair_id
-    world.feed(ev.PairDrained("r2", 1, pair_id))
-    world.first_token(1)
+    world.followed(1)
+    for request_id in (1, 2, 3, 4, 5):
+        world.first_token(request_id)
+    for request_id in (2, 3, 4, 5):
+        world.imported(request_id)
+        world.ended(request_id)
     world.feed(ev.LivePairRequested("r3", "r0"))
     failed = ev.LoadEnded("r3", 1, "", "map", 30, 0, 64, 0, "digest differs")
     world.feed(failed)
     world.imported(1)
     world.feed(ev.LivePairRequested("r4", "r2"))
-    world.arrive(2)
+    world.arrive(6)
     world.feed(ev.WorkerExited("r2", 1, "killed"))
     world.load("r4")
     world.ended(1)

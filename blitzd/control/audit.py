@@ -7,6 +7,7 @@ the worker names are cancelled; if that does not help, the worker is replaced, w
 nobody a request, since it has none.
 """
 
+from blitzd.control import pairs
 from blitzd.control.commands import CancelRequest, EndWorker
 from blitzd.control.replicas import lose
 from blitzd.control.turn import MS, Turn
@@ -18,6 +19,7 @@ def holdings_reported(turn: Turn, report: ev.HoldingsReported) -> None:
     replica = turn.current(report.replica, report.epoch)
     if replica is None or not replica.blocks_total:
         return
+    pairs.lost_on_the_way(turn, replica, report)
     on = (replica.id, replica.epoch)
     findings = "" if turn.state.requests_on(replica.id) else _findings(turn, report)
     if not findings:

@@ -52,6 +52,7 @@ class Step(NamedTuple):
 def _booted(turn: Turn, boot: ev.Booted) -> None:
     replicas.booted(turn, boot)
     agents.await_nodes(turn)
+    pairs.restarted(turn)
 
 
 def _ticked(turn: Turn, _: ev.Ticked) -> None:
@@ -94,7 +95,6 @@ HANDLERS: dict[type[Payload], Callable[[Turn, Any], None]] = {
     ev.RoleRequested: roles.role_requested,
     ev.DeactivateRequested: roles.deactivate_requested,
     ev.LivePairRequested: roles.live_pair_requested,
-    ev.PairDrained: roles.pair_drained,
     ev.Relayed: pairs.relayed,
     ev.FollowEnded: pairs.follow_ended,
     ev.ScaleRequested: scaling.scale_requested,
@@ -154,6 +154,7 @@ class Core:
             roles.settle(turn)
             replicas.tend(turn)
             host_pool.tend(turn)
+            pairs.tend(turn)
             handoff.move(turn)
             leases.dispatch(turn)
             requests.dispatch(turn)

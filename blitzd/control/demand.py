@@ -63,7 +63,7 @@ def observe(state: ClusterState, policy: Policy, now_ns: int) -> Inputs:
     """Costs the same for any number of replicas and requests."""
     index, plan = state.index, state.plan
     there = standings(state)
-    waiting = RequestState.QUEUED, RequestState.PREFILLING
+    waiting = RequestState.QUEUED, RequestState.PREFILLING, RequestState.RELAYED
     waiting_tokens = sum(index.tokens[s] for s in waiting)
     waiting_requests = sum(index.requests[s] for s in waiting)
     block_tokens = max(index.block_sizes, default=0) or 1

@@ -34,7 +34,7 @@ SCALING = (
     ev.ShutdownStarted,
     ev.ReplicaExpired,
 )
-RAISES = ev.ReplicaRevived | ev.NullReused | ev.RoleAssigned | ev.LoadStarted
+RAISES = ev.ReplicaRevived | ev.NullReused | ev.RoleAssigned | ev.LoadStarted | ev.PairOpened
 LEASE = ("lease_ttl_ms", "lease_stall_ms")
 POLICY_OF: dict[type[Payload], tuple[str, ...]] = {
     ev.RequestRejected: ("max_queued_requests",),
@@ -61,10 +61,11 @@ POLICY_OF: dict[type[Payload], tuple[str, ...]] = {
     ev.ReplicaRevived: ("ladder_revive",),
     ev.NullReused: ("ladder_revive", "ladder_reuse", "ladder_reuse_any"),
     ev.RoleAssigned: ("ladder_revive", "ladder_reuse", "ladder_reuse_any"),
-    ev.MutationStarted: ("ladder_mutate",),
+    ev.MutationStarted: ("ladder_mutate", "ladder_live_decode"),
     ev.LoadFinished: ("mutate_after_load",),
     ev.ReplicaDeactivated: ("null_ttl_ms",),
-    ev.PairOpened: ("pair_cap",),
+    ev.PairOpened: ("pair_cap", "ladder_live"),
+    ev.FollowStopped: ("resume_backoff_ms",),
     ev.ShutdownStarted: ("drain_ms",),
     ev.RestartStarted: ("drain_ms",),
     ev.RestartEnded: ("restart_limit_ms",),
@@ -104,7 +105,7 @@ def facts_of(state: ClusterState, policy: Policy, record: Record, cause: Payload
 
 
 def _replicas_named(event: Payload, cause: Payload | None) -> list[str]:
-    fields: tuple[str, ...] = ("replica", "source", "target", "new", "old", "stands_in_for")
+    fields: tuple[str, ...] = ("replica", "source", "rest", "target", "new", "old", "stands_in_for")
     # A load's `source` is where its weights come from, which is no replica.
     if isinstance(event, ev.LoadStarted | ev.LoadFinished | ev.PairOpened):
         fields = ("replica", "new", "old")
@@ -140,6 +141,8 @@ def _request_facts(request: Request, now_ns: int) -> Facts:
         "max_tokens": request.max_tokens,
         "age_ms": (now_ns - request.arrived_ns) / 1e6,
         "source": request.source,
+        "rest": request.rest,
+        "split_layer": request.split_layer,
         "target": request.target,
         "lease_id": request.lease_id,
         "retry_ns": request.retry_ns,
@@ -163,8 +166,15 @@ def _lease_facts(lease: Lease, now_ns: int) -> Facts:
 
 
 def _pair_facts(pair: Pair, now_ns: int) -> Facts:
-    shown = {"id": pair.id, "new": pair.new, "old": pair.old, "cap": pair.cap}
-    return shown | {"age_ms": (now_ns - pair.opened_ns) / 1e6}
+    return {
+        "id": pair.id,
+        "new": pair.new,
+        "old": pair.old,
+        "cap": pair.cap_at(now_ns),
+        "following": bool(pair.following),
+        "follow_faults": pair.follow_faults,
+        "age_ms": (now_ns - pair.opened_ns) / 1e6,
+    }
 
 
 def _admission_facts(state: ClusterState) -> Facts:
@@ -201,7 +211,7 @@ def candidates_of(state: ClusterState, policy: Policy, event: Payload) -> list[S
 def _prefills(state: ClusterState, policy: Policy, event: ev.PrefillStarted) -> Iterable[Shown]:
     request = state.requests[event.request_id]
     for replica in state.replicas.values():
-        offer = prefill_offer(state, policy, request, replica)
+        offer = prefill_offer(state, policy, request, replica, state.mono_ns)
         facts = {"granted": offer.busy, "prompt_tokens_granted": offer.load}
         yield _offered(offer, event.replica, facts)
 
@@ -272,6 +282,8 @@ def candidates_of_waiting(state: ClusterState, policy: Policy, event: Payload) -
 
 
 OFFERS_TO: dict[RequestState, Callable[[ClusterState, Policy, Request, Replica], Offer]] = {
-    RequestState.QUEUED: prefill_offer,
+    RequestState.QUEUED: lambda state, policy, request, replica: prefill_offer(
+        state, policy, request, replica, state.mono_ns
+    ),
     RequestState.MIGRATING: decode_offer,
 }

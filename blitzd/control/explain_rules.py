@@ -54,9 +54,21 @@ RULES: dict[type[Payload], str] = {
     ev.LoadFinished: "The last layer has arrived; the role says which state follows.",
     ev.LoadFailed: f"The worker could not load. The next try: {BACK_OFF}",
     ev.DecodeOpened: "An AusDecode accepts KV from here on.",
-    ev.PairOpened: "An Inactive replica with a worker goes live beside a Prefill that finishes.",
+    ev.PairOpened: (
+        "A prefill replica that is to get its weights from another, and gives them to nobody,"
+        " serves meanwhile (ladder_live, or an operator asked): beside a Prefill that finishes,"
+        " one that feeds nobody first, then the one with the fewest blocks reserved."
+    ),
+    ev.FollowStarted: "New has said that it takes prompts: Old is told to take over from it.",
+    ev.FollowStopped: (
+        "Old has nothing more to take over; or it could not, and is told again after"
+        " resume_backoff_ms, doubled each time, three times in all."
+    ),
     ev.PairSettled: "Nothing begun in the pair is left: both are ordinary prefill replicas.",
-    ev.PairBroken: "One side is gone, or the load failed; the other goes on by itself.",
+    ev.PairBroken: (
+        "One side is gone, the load failed, Old could not follow, or the daemon was restarted;"
+        " who is left goes on by itself."
+    ),
     ev.MutationStarted: (
         "A role has too many and the other too few (or an operator asked): the serving replica"
         " with the fewest blocks reserved changes, then the smallest id."
@@ -138,7 +150,14 @@ RULES: dict[type[Payload], str] = {
     ev.PrefillStarted: (
         "First come, first served, to the replica with the fewest prompt tokens granted, then"
         " the smallest id, if it has a grant and the blocks free; one that lost the request since"
-        " its last token comes last."
+        " its last token comes last. Of a live pair New takes it, within the pair's cap by now,"
+        " with blocks on both; Old does until New can, and what New refuses."
+    ),
+    ev.RequestRelayed: (
+        "The first of the two of a live pair has said that Old goes on with the request."
+    ),
+    ev.RequestReturned: (
+        "A replica that serves while it loads refused it; one with all layers may take it."
     ),
     ev.PrefillFinished: "The first token is out; the KV goes to a decode replica, or stays.",
     ev.MigrationStarted: (

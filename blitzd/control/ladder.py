@@ -34,12 +34,15 @@ def is_off(policy: Policy, rung: str) -> str:
     return "" if getattr(policy, name, 1) else f"off: {name} is 0"
 
 
-def climb(turn: Turn, role: str, count: int, at_once: bool = False) -> list[Replica]:
+def climb(
+    turn: Turn, role: str, count: int, at_once: bool = False, to_load: bool = True
+) -> list[Replica]:
     """Raises so many spares to `role`, or as many as there are. `at_once`: only those that can
-    begin now, since their worker is there and does not restart."""
+    begin now, since their worker is there and does not restart. `to_load`: those too that have
+    to load."""
     raised: list[Replica] = []
     skipped: tuple[tuple[str, str], ...] = ()
-    for rung in RUNGS:
+    for rung in RUNGS if to_load else RUNGS[:-1]:
         if len(raised) == count:
             break
         why = is_off(turn.policy, rung.name)
@@ -88,6 +91,11 @@ def _nulls(turn: Turn, role: str, at_once: bool) -> list[Replica]:
 def _inactive(turn: Turn, _: str, at_once: bool) -> list[Replica]:
     """Who keeps the model for others first: it has the weights at hand."""
     return sorted(_spares(turn, at_once, S.INACTIVE), key=lambda r: not r.pooled)
+
+
+def can_load(turn: Turn) -> int:
+    """How many spares could load now."""
+    return len(_spares(turn, True, S.INACTIVE))
 
 
 def _revive(turn: Turn, replica: Replica, _: str, step: Step) -> None:

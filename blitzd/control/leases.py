@@ -13,7 +13,7 @@ since the KV is where it was; or it is computed again where the links are better
 
 from blitzd.control import handoff
 from blitzd.control.commands import ImportKv, ReleaseKv
-from blitzd.control.offers import best_decode, cut_off, has_failed
+from blitzd.control.offers import best_decode, cut_off, has_failed, worst_link
 from blitzd.control.resume import hand_over_failed, resume, targets_exhausted
 from blitzd.control.turn import MS, Turn
 from blitzd.events import types as ev
@@ -38,12 +38,15 @@ def start_migration(turn: Turn, request: Request) -> bool:
     stall_ms = min(policy.lease_stall_ms, cap_ms)
     expires_ns, cap_ns = (turn.mono_ns + ms * MS for ms in (stall_ms, cap_ms))
     hop = (request.source, request.source_epoch, chosen.id, chosen.epoch)
-    turn.emit(ev.MigrationStarted(lease_id, request.id, *hop, offer.blocks, expires_ns, cap_ns))
+    rest, rest_epoch, split = request.rest, request.rest_epoch, request.split_layer
+    booked = (offer.blocks, expires_ns, cap_ns)
+    turn.emit(ev.MigrationStarted(lease_id, request.id, *hop, *booked, rest, rest_epoch, split))
     every = policy.kv_checksum_every
     verify = every > 0 and lease_id % every == 0
     # The worker gives up a little earlier, since it can say what it waited for.
     limits = (stall_ms * 3 // 4, cap_ms)
-    turn.command(ImportKv(lease_id, request.id, *hop, *limits, verify, request.resumes))
+    checked = (verify, request.resumes)
+    turn.command(ImportKv(lease_id, request.id, *hop, *limits, *checked, rest, rest_epoch, split))
     return True
 
 
@@ -57,7 +60,7 @@ def _without_target(turn: Turn, request: Request) -> bool:
     if all(has_failed(request, target) for target in targets):
         targets_exhausted(turn, request)
         return True
-    links = [state.links.get(link_key(request.source, target.id)) for target in targets]
+    links = [worst_link(state, request, target.id) for target in targets]
     if any(link is None for link in links):
         return bool(request.tried)
     cool_ns = min(link.cool_ns for link in links if link is not None)
@@ -111,20 +114,29 @@ def arrived(turn: Turn, request: Request, bytes_moved: int, elapsed_ns: int) -> 
     """The target has the KV: it said so, or made a token with it."""
     lease = turn.state.leases[request.lease_id]
     turn.emit(ev.MigrationFinished(lease.id, bytes_moved, elapsed_ns))
-    turn.command(ReleaseKv(lease.source, lease.source_epoch, request.id, request.resumes))
-    link = turn.state.links.get(link_key(lease.source, lease.target))
-    if link is not None:
-        turn.emit(ev.LinkHealed(link.source, link.target, lease.id))
+    for source, epoch in _sources(lease):
+        turn.command(ReleaseKv(source, epoch, request.id, request.resumes))
+        link = turn.state.links.get(link_key(source, lease.target))
+        if link is not None:
+            turn.emit(ev.LinkHealed(link.source, link.target, lease.id))
+
+
+def _sources(lease: Lease) -> list[tuple[str, int]]:
+    """Who gives the KV, or the halves of it."""
+    halves = [(lease.source, lease.source_epoch), (lease.rest, lease.rest_epoch)]
+    return [half for half in halves if half[0]]
 
 
 def _fail(turn: Turn, lease: Lease, fault: str, reason: str) -> None:
     if fault in LINK_FAULTS:
-        _cool(turn, lease, fault, reason)
+        # Of two halves nobody knows over which link it broke.
+        for source in _sources(lease):
+            _cool(turn, lease, source, fault, reason)
     hand_over_failed(turn, turn.state.requests[lease.request_id], fault, reason)
 
 
-def _cool(turn: Turn, lease: Lease, fault: str, reason: str) -> None:
-    known = turn.state.links.get(link_key(lease.source, lease.target))
+def _cool(turn: Turn, lease: Lease, source: tuple[str, int], fault: str, reason: str) -> None:
+    known = turn.state.links.get(link_key(source[0], lease.target))
     if known is not None and known.cool_ns:
         # Transfers that ran at the same time broke together: that is one failure.
         return
@@ -132,7 +144,7 @@ def _cool(turn: Turn, lease: Lease, fault: str, reason: str) -> None:
     cool_ms = min(turn.policy.link_cooldown_ms << min(faults, 16), turn.policy.link_cooldown_max_ms)
     if fault == "mismatch":
         cool_ms = turn.policy.link_cooldown_max_ms
-    ends = (lease.source, lease.source_epoch, lease.target, lease.target_epoch)
+    ends = (*source, lease.target, lease.target_epoch)
     until_ns = turn.mono_ns + cool_ms * MS
     turn.emit(ev.LinkCooled(*ends, lease.id, fault, reason, until_ns))
 
@@ -156,14 +168,18 @@ def _is_cool(turn: Turn, link: Link) -> bool:
     return 0 < link.cool_ns <= turn.mono_ns
 
 
+def _keeps_its_role(turn: Turn, replica_id: str) -> bool:
+    return turn.state.replicas[replica_id].state is not ReplicaState.MUTATING_TO_DECODE
+
+
 def dispatch(turn: Turn) -> None:
     """Gives leases to those whose prompt is computed, in order of arrival."""
     for request_id in list(turn.state.index.unplaced):
         request = turn.state.requests[request_id]
         if (
             turn.mono_ns >= request.retry_ns
-            # One that changes its role keeps what it has, without a transfer.
-            and turn.state.replicas[request.source].state is not ReplicaState.MUTATING_TO_DECODE
+            # One that changes its role keeps what it has, without a transfer; not half of it.
+            and (request.rest or _keeps_its_role(turn, request.source))
             and not start_migration(turn, request)
         ):
             # First come, first served here too: a large one would wait for ever otherwise.

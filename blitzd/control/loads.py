@@ -8,10 +8,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from blitzd.control import host_cache, host_pool
+from blitzd.control import host_cache, host_pool, pairs
 from blitzd.control.commands import LoadModel
 from blitzd.control.holders import (
     Given,
+    Upstream,
     chains,
     from_source,
     given,
@@ -50,13 +51,40 @@ def start(turn: Turn, replicas: Sequence[Replica]) -> None:
             return
         off = is_off(turn.policy, rung.name)
         found = {} if off else rung.find(turn, _asking(rung, left.values()))
+        tails = found.keys() - {source.peers[0][0] for source in found.values() if source.peers}
         # In the order of the chains: no state shows a load from one that does not load yet.
         for replica_id, source in found.items():
-            _begin(turn, left.pop(replica_id), rung.name, source, tuple(skipped[replica_id]))
+            replica, before = left.pop(replica_id), tuple(skipped[replica_id])
+            old = _old_for(turn, replica, source) if replica_id in tails else None
+            if old is not None:
+                pairs.open_pair(turn, replica, old, source.peers, rung.name, before)
+            else:
+                _begin(turn, replica, rung.name, source, before)
         for replica in left.values():
             tired = rung.from_peers and replica.peer_failures >= TRIES
             why = off or (f"peers failed it {TRIES} times in a row" if tired else rung.none)
             skipped[replica.id].append((rung.name, why))
+
+
+def from_peers(turn: Turn, replica: Replica) -> tuple[str, Upstream] | None:
+    """(rung, whom) it can get weights from over one link; None: nobody."""
+    for rung in RUNGS:
+        if rung.from_peers and not is_off(turn.policy, rung.name):
+            found = rung.find(turn, [replica]).get(replica.id)
+            if found is not None and not found.shards:
+                return rung.name, found.peers
+    return None
+
+
+def _old_for(turn: Turn, replica: Replica, source: Given) -> Replica | None:
+    """Who finishes for it while it loads; None: nobody does, and it does not serve before its
+    last layer. Only the end of a chain goes live: its egress is free for what it hands over,
+    and it has its last layer last. Of a sharded load all layers come at about the same time.
+    One that failed tries the plain way."""
+    live = turn.policy.ladder_live and replica.role == "prefill" and not replica.peer_failures
+    if not live or not source.peers or source.shards:
+        return None
+    return pairs.best_old(turn)
 
 
 def _asking(rung: LoadRung, replicas: Iterable[Replica]) -> list[Replica]:

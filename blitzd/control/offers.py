@@ -1,7 +1,8 @@
 """What each replica offers a request, and which offer is taken: the facts that dispatch
 decides on, and that `blitzd replay --plan` shows.
 
-*Prompts* go where the fewest prompt tokens wait to be computed.
+*Prompts* go where the fewest prompt tokens wait to be computed. Of a live pair the one that
+loads takes them, and the other what that one cannot take (`pairs`).
 
 *KV* goes where the fewest blocks are in use: reserved, or more than that if the worker says
 so, since a generation may outgrow its reservation. Three rules keep that fair:
@@ -21,8 +22,8 @@ from typing import NamedTuple
 
 from blitzd.control.policy import Policy
 from blitzd.fsm import ClusterState, Replica, ReplicaState, Request
-from blitzd.fsm.index import TAKES_PROMPTS
-from blitzd.fsm.link import link_key
+from blitzd.fsm.index import takes_prompts
+from blitzd.fsm.link import Link, link_key
 from blitzd.fsm.table import ACCEPTS_KV
 
 
@@ -42,9 +43,14 @@ class Offer(NamedTuple):
     the others come first."""
     refusal: str
     """Why the replica cannot take it; empty: it can."""
+    rest: Replica | None = None
+    """Who may go on with it, in a live pair, and what would be reserved there."""
+    rest_blocks: int = 0
 
 
-def best_prefill(state: ClusterState, policy: Policy, request: Request) -> Offer | None:
+def best_prefill(
+    state: ClusterState, policy: Policy, request: Request, now_ns: int
+) -> Offer | None:
     """Where its prompt is computed; None: it waits."""
     index = state.index
     if _none_below(index.grants.least(), policy.max_prefills_per_replica):
@@ -52,7 +58,7 @@ def best_prefill(state: ClusterState, policy: Policy, request: Request) -> Offer
     if (index.prompt_free.most() or 0) < _prefill_tokens(state, request):
         return None
     offers = (
-        prefill_offer(state, policy, request, state.replicas[replica_id])
+        prefill_offer(state, policy, request, state.replicas[replica_id], now_ns)
         for replica_id in index.takers
     )
     return _first_open(offers)
@@ -88,7 +94,9 @@ def _first_open(offers: Iterator[Offer]) -> Offer | None:
     return second_choice
 
 
-def prefill_offer(state: ClusterState, policy: Policy, request: Request, replica: Replica) -> Offer:
+def prefill_offer(
+    state: ClusterState, policy: Policy, request: Request, replica: Replica, now_ns: int
+) -> Offer:
     index, limit = state.index, policy.max_prefills_per_replica
     granted, load = index.prefilling[replica.id], index.prefill_tokens[replica.id]
     if replica.state is ReplicaState.COLOCATED:
@@ -96,14 +104,41 @@ def prefill_offer(state: ClusterState, policy: Policy, request: Request, replica
     else:
         blocks = _blocks_for(_prefill_tokens(state, request), replica)
     free = replica.blocks_total - index.reserved[replica.id]
-    if replica.state not in TAKES_PROMPTS:
+    rest = _rest_of(state, replica)
+    rest_blocks = _blocks_for(_prefill_tokens(state, request), rest) if rest else 0
+    if not takes_prompts(replica):
         refusal = f"it is {replica.state} and is given no prompts"
     elif granted >= limit:
         refusal = f"it has {granted} prefills, the limit"
+    elif refusal := _pair_rule(state, request, replica, now_ns):
+        pass
+    elif rest is not None and rest_blocks > (there := rest.blocks_total - index.reserved[rest.id]):
+        refusal = f"{rest_blocks} blocks are needed on {rest.id} of its pair, {there} are free"
     else:
         refusal = _no_room(blocks, free)
     lost = _lost_there(request, replica) or cut_off(state, replica)
-    return Offer(replica, blocks, free, granted, load, lost, refusal)
+    return Offer(replica, blocks, free, granted, load, lost, refusal, rest, rest_blocks)
+
+
+def _rest_of(state: ClusterState, replica: Replica) -> Replica | None:
+    pair = state.pairs.get(replica.pair_id)
+    new = pair is not None and replica.state is ReplicaState.NEW_PREFILL
+    return state.replicas[pair.old] if pair is not None and new else None
+
+
+def _pair_rule(state: ClusterState, request: Request, replica: Replica, now_ns: int) -> str:
+    """Why a side of a live pair is not given the prompt (the reasons are in `pairs`)."""
+    pair = state.pairs.get(replica.pair_id)
+    if pair is None:
+        return ""
+    if replica.id == pair.new:
+        if request.whole:
+            return "it has said that it cannot take this one while it loads"
+        pending, cap = state.index.prefilling[replica.id], pair.cap_at(now_ns)
+        return f"it has {pending} prefills, its pair's limit by now" if pending >= cap else ""
+    if request.whole or not takes_prompts(state.replicas[pair.new]):
+        return ""
+    return f"it goes on with what {pair.new} has, its pair"
 
 
 def decode_offer(state: ClusterState, policy: Policy, request: Request, replica: Replica) -> Offer:
@@ -114,11 +149,11 @@ def decode_offer(state: ClusterState, policy: Policy, request: Request, replica:
     free = replica.blocks_total - reserved
     if replica.state not in ACCEPTS_KV:
         refusal = f"it is {replica.state} and accepts no KV"
-    elif replica.id == request.source:
+    elif replica.id in (request.source, request.rest):
         refusal = "its KV is there, waiting to go elsewhere"
     elif has_failed(request, replica):
         refusal = "it could not take up the KV of this attempt"
-    elif trouble := _link_trouble(state, request.source, replica.id):
+    elif trouble := _link_trouble(state, request, replica.id):
         refusal = trouble
     elif importing >= limit:
         refusal = f"it takes {importing} transfers already, the limit"
@@ -127,14 +162,23 @@ def decode_offer(state: ClusterState, policy: Policy, request: Request, replica:
     return Offer(replica, blocks, free, importing, load, _lost_there(request, replica), refusal)
 
 
-def _link_trouble(state: ClusterState, source: str, target: str) -> str:
-    link = state.links.get(link_key(source, target))
+def worst_link(state: ClusterState, request: Request, target: str) -> Link | None:
+    """Of those that its KV would go over to there, the one that rests longest; None: none has
+    failed."""
+    sources = [source for source in (request.source, request.rest) if source]
+    links = [state.links.get(link_key(source, target)) for source in sources]
+    return max((k for k in links if k is not None), key=lambda k: k.cool_ns, default=None)
+
+
+def _link_trouble(state: ClusterState, request: Request, target: str) -> str:
+    link = worst_link(state, request, target)
     if link is None:
         return ""
     if link.cool_ns:
-        return f"its link from {source} cools down after {link.faults} faults: {link.reason}"
-    if any((lease.source, lease.target) == (source, target) for lease in state.leases.values()):
-        return f"its link from {source} is being tried again"
+        return f"its link from {link.source} cools down after {link.faults} faults: {link.reason}"
+    for lease in state.leases.values():
+        if lease.target == target and link.source in (lease.source, lease.rest):
+            return f"its link from {link.source} is being tried again"
     return ""
 
 

@@ -56,7 +56,8 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     null_ttl_ms: Milliseconds = 30_000
     """A warm spare that was not used for so long gives up its weights."""
     pair_cap: Count = 4
-    """Requests under way in a live pair."""
+    """Requests pending on the replica of a live pair that loads; one less every 200 ms, down to
+    2."""
     mutate_after_load: Flag = 0
     """1: a decode load ends in MutatingToDecode, as in the ServerlessLLM baseline."""
 
@@ -81,6 +82,12 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A chain from a replica whose egress is free; each that loads forwards what arrives."""
     ladder_p2p: Flag = 1
     """One replica gives the weights to one that loads."""
+    ladder_live: Flag = 0
+    """A prefill replica that gets its weights from another serves meanwhile, paired with one
+    that has them all (`control/pairs.py`)."""
+    ladder_live_decode: Flag = 0
+    """A decode replica that would have to load is had at once from a prefill one, and it is that
+    one's successor that loads."""
     ladder_host: Flag = 0
     """The host's copy is copied: ServerlessLLM's cache, kept for `host_ttl_ms` after a load."""
     ladder_pool: Flag = 1

@@ -45,6 +45,12 @@ IMPLIES: dict[str, tuple[str, ...]] = {
     "eval_net": ("impl_blitz", "unidirect", "impl_nvl"),
     "eval_fast": ("impl_blitz", "impl_fast_pro"),
     "eval_fast_wo_nvl": ("impl_blitz", "impl_fast"),
+    "live": ("impl_blitz",),
+    "impl_live": ("live",),
+    "test_live": ("live",),
+    "impl_live_pro": ("live", "impl_tanz"),
+    "eval_all": ("impl_blitz", "impl_fast_pro", "impl_live_pro"),
+    "eval_fast_live_wo_nvl": ("eval_fast_wo_nvl", "impl_live"),
     "test_nvl": ("impl_nvl",),
     "test_tanz": ("impl_blitz", "impl_tanz"),
     "manually_scale": (),
@@ -55,14 +61,7 @@ original builds by equal least and greatest counts."""
 
 CACHES = ("cache_replace", "cache_all_hit", "cache_all_miss")
 
-LIVE = "the ladder does not let new replicas serve while they load"
 REFUSED: dict[str, str] = {
-    "eval_all": f"{LIVE}; eval_fast is the same without, {DEFAULT} all that there is",
-    "live": LIVE,
-    "impl_live": LIVE,
-    "impl_live_pro": LIVE,
-    "test_live": LIVE,
-    "eval_fast_live_wo_nvl": f"{LIVE}; eval_fast_wo_nvl is the same without",
     "statistic": (
         "it needs no switch while a daemon runs: blitzd replay DIR --csv FILE writes the same time"
         " series, and more, from any log afterwards"
@@ -165,6 +164,8 @@ def _values(features: set[str]) -> dict[str, int]:
         "ladder_chain": int(bool({"impl_fast", "impl_tanz"} & features)),
         "ladder_p2p": int("impl_rdma" in features),
         "ladder_prefills_give": int("unidirect" in features),
+        "ladder_live": int("live" in features),
+        "ladder_live_decode": int({"live", "mutate"} <= features),
         "ladder_host": int(bool(cached)),
         "ladder_pool": 0,  # in the paper; not in what can be built
         "host_ttl_ms": 0 if cached - {"cache_replace"} else Policy().host_ttl_ms,

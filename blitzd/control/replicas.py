@@ -135,6 +135,8 @@ def load_ended(turn: Turn, ended: ev.LoadEnded) -> None:
     if replica.state not in LOADING:
         turn.ignore(ended.replica, ended.epoch)
     elif ended.reason:
+        # What it had begun, or held half of, went with the load.
+        leave(turn, replica, "engine_error", f"its load failed: {ended.reason}")
         break_pair(turn, replica, f"the load of {replica.id} failed")
         turn.emit(ev.LoadFailed(replica.id, replica.epoch, ended.reason, _retry_ns(turn, replica)))
     else:

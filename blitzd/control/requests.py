@@ -4,10 +4,10 @@ Queued work stays with the daemon. A prefill replica is granted a few requests a
 a decode replica gets one when its blocks have been reserved, in the event that decides.
 """
 
-from blitzd.control.commands import StartPrefill
+from blitzd.control.commands import CancelRequest, StartPrefill
 from blitzd.control.leases import arrived
 from blitzd.control.offers import best_prefill
-from blitzd.control.resume import fail, free, resume
+from blitzd.control.resume import REASON_CHARS, fail, free, resume
 from blitzd.control.turn import MS, Turn
 from blitzd.events import types as ev
 from blitzd.fsm import ReplicaState, Request, RequestState
@@ -68,13 +68,24 @@ def first_token_produced(turn: Turn, produced: ev.FirstTokenProduced) -> None:
     on = (produced.replica, produced.epoch)
     if request is None:
         turn.ignore(*on)
-    elif request.state is RequestState.PREFILLING and on == (request.source, request.source_epoch):
+    elif _computes(turn, request, on):
         turn.emit(ev.PrefillFinished(request.id, stays=1 - produced.held))
     elif request.state is RequestState.MIGRATING and on == (request.target, request.target_epoch):
         # It decodes, though its answer to the import has not been read.
         arrived(turn, request, 0, 0)
     else:
         turn.ignore(*on)
+
+
+def _computes(turn: Turn, request: Request, on: tuple[str, int]) -> bool:
+    """Whether the word of a token from there is of its prefill."""
+    prefilling = request.state is RequestState.PREFILLING
+    if prefilling and on == (request.rest, request.rest_epoch):
+        # Taken over with no layer done, or its pair would have said how many. New's word of it
+        # is still on its way.
+        turn.emit(ev.RequestRelayed(request.id, 0))
+        return True
+    return (prefilling or request.state is RequestState.RELAYED) and on == request.runner
 
 
 def generation_ended(turn: Turn, ended: ev.GenerationEnded) -> None:
@@ -84,7 +95,10 @@ def generation_ended(turn: Turn, ended: ev.GenerationEnded) -> None:
     on = (ended.replica, ended.epoch)
     if request is None:
         turn.ignore(*on)
-    elif request.state is RequestState.PREFILLING and on == (request.source, request.source_epoch):
+    elif _computes(turn, request, on):
+        for half in request.on():
+            if half != on and request.state is RequestState.RELAYED:
+                turn.command(CancelRequest(*half, request.id, request.resumes))
         _finish(turn, ended)
     elif on == (request.target, request.target_epoch):
         if request.state is RequestState.MIGRATING:
@@ -106,21 +120,24 @@ def request_errored(turn: Turn, errored: ev.RequestErrored) -> None:
         return
     request = turn.state.requests.get(errored.request_id)
     on = (errored.replica, errored.epoch)
-    if (
-        request is None
-        or errored.attempt != request.resumes
-        or on
-        not in (
-            (request.source, request.source_epoch),
-            (request.target, request.target_epoch),
-        )
-    ):
+    if request is None or errored.attempt != request.resumes or on not in request.on():
         turn.ignore(*on)
         return
     if errored.lost:
         resume(turn, request, "engine_error", on, errored.reason, living=True)
+    elif _by_a_live_one(turn, request, on):
+        reason = errored.reason[:REASON_CHARS]
+        turn.emit(ev.RequestReturned(request.id, *on, reason))
     else:
         fail(turn, request, "engine_error", f"replica {errored.replica}: {errored.reason}")
+
+
+def _by_a_live_one(turn: Turn, request: Request, on: tuple[str, int]) -> bool:
+    """Whether it was refused by one that loads still, or did when it was asked: what that one
+    does not take a replica with all layers may."""
+    if request.state is not RequestState.PREFILLING or on != request.runner:
+        return False
+    return bool(request.rest) or turn.state.replicas[on[0]].state is S.NEW_PREFILL
 
 
 def tokens_outdated(turn: Turn, outdated: ev.TokensOutdated) -> None:
@@ -151,12 +168,14 @@ def dispatch(turn: Turn) -> None:
 
 
 def _start_prefill(turn: Turn, request: Request) -> bool:
-    offer = best_prefill(turn.state, turn.policy, request)
+    offer = best_prefill(turn.state, turn.policy, request, turn.mono_ns)
     if offer is None:
         return False
-    chosen, blocks = offer.replica, offer.blocks
-    turn.emit(ev.PrefillStarted(request.id, chosen.id, chosen.epoch, blocks))
+    chosen, blocks, rest = offer.replica, offer.blocks, offer.rest
+    shared = (rest.id, rest.epoch, offer.rest_blocks) if rest is not None else ()
+    turn.emit(ev.PrefillStarted(request.id, chosen.id, chosen.epoch, blocks, *shared))
     # With a single token to make there is nothing to hand over.
-    hold = chosen.state is S.PREFILL and request.max_tokens > request.output_tokens + 1
+    hands_over = request.max_tokens > request.output_tokens + 1
+    hold = chosen.state is S.NEW_PREFILL or (chosen.state is not S.COLOCATED and hands_over)
     turn.command(StartPrefill(chosen.id, chosen.epoch, request.id, hold, request.resumes))
     return True

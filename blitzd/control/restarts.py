@@ -29,10 +29,14 @@ def restart_requested(turn: Turn, wanted: ev.RestartRequested) -> None:
     if replica is None or replica.restart_epoch:
         return
     if replica.state in IN_PAIR:
-        reason = f"it is {replica.state}, half of a live pair, until that settles"
-        refuse(turn, "restart", replica.id, reason)
+        refuse(turn, "restart", replica.id, half_of_a_pair(replica))
     else:
         _begin(turn, replica, wanted.drain_ms)
+
+
+def half_of_a_pair(replica: Replica) -> str:
+    """Why no command takes one side away: the other would lose its work."""
+    return f"it is {replica.state}, half of a live pair, until that settles"
 
 
 def _begin(turn: Turn, replica: Replica, drain_ms: int) -> None:

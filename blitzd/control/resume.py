@@ -13,7 +13,7 @@ be resumed as often as its deadline allows, and at most `MAX_ATTEMPTS` times.
 from blitzd.control.commands import MAX_ATTEMPTS, CancelRequest
 from blitzd.control.turn import MS, Turn
 from blitzd.events import types as ev
-from blitzd.fsm import Loss, Replica, Request
+from blitzd.fsm import Loss, Replica, Request, RequestState
 
 REASON_CHARS = 200
 WITHOUT_KV = ("not_held",)
@@ -27,12 +27,8 @@ def fail(turn: Turn, request: Request, code: str, reason: str) -> None:
 
 
 def free(turn: Turn, request: Request) -> None:
-    for replica, epoch in (
-        (request.source, request.source_epoch),
-        (request.target, request.target_epoch),
-    ):
-        if replica:
-            turn.command(CancelRequest(replica, epoch, request.id, request.resumes))
+    for replica, epoch in request.on():
+        turn.command(CancelRequest(replica, epoch, request.id, request.resumes))
 
 
 def leave(turn: Turn, replica: Replica, cause: str, reason: str) -> None:
@@ -40,6 +36,8 @@ def leave(turn: Turn, replica: Replica, cause: str, reason: str) -> None:
     for request in turn.state.requests_on(replica.id):
         if request.lease_id and request.target == replica.id:
             hand_over_failed(turn, request, "target", reason)
+        elif request.state is RequestState.PREFILLING and request.rest == replica.id:
+            continue  # its source has it, or will say who took it over
         else:
             resume(turn, request, cause, (replica.id, replica.epoch), reason)
 

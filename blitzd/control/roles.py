@@ -1,8 +1,8 @@
 """Decisions about roles: operators' commands, and what follows when a replica that drains,
 mutates or pairs has nothing left to wait for."""
 
-from blitzd.control import moves, presets, restarts, scaling
-from blitzd.control.commands import DecodeLocally, LoadModel
+from blitzd.control import loads, moves, pairs, presets, restarts, scaling
+from blitzd.control.commands import DecodeLocally
 from blitzd.control.moves import (
     ROLES,
     SERVING_AS,
@@ -13,10 +13,11 @@ from blitzd.control.moves import (
     refuse_value,
 )
 from blitzd.control.policy import Policy
-from blitzd.control.resume import fail, leave
+from blitzd.control.restarts import IN_PAIR, half_of_a_pair
+from blitzd.control.resume import fail, leave, resume
 from blitzd.control.turn import MS, Turn
 from blitzd.events import types as ev
-from blitzd.fsm import Replica, ReplicaState, RequestState
+from blitzd.fsm import Replica, ReplicaState, Request, RequestState
 
 S = ReplicaState
 
@@ -39,6 +40,8 @@ def drain_requested(turn: Turn, wanted: ev.DrainRequested) -> None:
         turn.emit(ev.ReplicaCordoned(replica.id, 0))
     elif replica.state is S.SHUTTING_NULL or _waits_for_weights(replica):
         turn.emit(ev.ReplicaCordoned(replica.id, 0))
+    elif replica.state in IN_PAIR:
+        refuse(turn, "drain", replica.id, half_of_a_pair(replica))
     else:
         refuse(turn, "drain", replica.id, f"it is {replica.state} and serves nothing")
 
@@ -97,6 +100,9 @@ def role_requested(turn: Turn, wanted: ev.RoleRequested) -> None:
             turn.emit(ev.MutationStarted(replica.id, replica.epoch, wanted.role))
         case ((S.PREFILL | S.DECODE | S.COLOCATED), "spare"):
             moves.shut(turn, replica, "role")
+        case state, _ if state in IN_PAIR:
+            refuse(turn, "role", replica.id, half_of_a_pair(replica))
+            return
         case _:
             reason = f"it is {replica.state}, which does not turn into {wanted.role} now"
             refuse(turn, "role", replica.id, reason)
@@ -150,26 +156,22 @@ def live_pair_requested(turn: Turn, wanted: ev.LivePairRequested) -> None:
     old = named(turn, "live", wanted.old)
     if new is None or old is None:
         return
-    if new.state is not S.INACTIVE or new.worker != "attached":
+    if new.state is not S.INACTIVE or new.worker != "attached" or new.cordoned:
         reason = f"it is {new.state} with worker {new.worker}; an inactive one can go live"
+        if new.cordoned:
+            reason = "it is drained; undrain it first"
         refuse(turn, "live", new.id, reason)
-    elif old.state is not S.PREFILL:
-        refuse(turn, "live", old.id, f"it is {old.state}; a Prefill can finish for another")
+    elif old.state is not S.PREFILL or not pairs.may_be_old(old):
+        reason = f"it is {old.state}; a Prefill can finish for another"
+        if old.state is S.PREFILL:
+            reason = "it restarts, or stands in for one that does"
+        refuse(turn, "live", old.id, reason)
+    elif (found := loads.from_peers(turn, new)) is None:
+        reason = "nobody has weights to give over a link that is free and on (ladder_*)"
+        refuse(turn, "live", new.id, reason)
     else:
-        pair_id, cap = turn.state.node.next_pair, turn.policy.pair_cap
-        sides = (new.id, new.epoch, old.id, old.epoch)
-        turn.emit(ev.PairOpened(pair_id, *sides, cap, "map"))
-        turn.command(LoadModel(new.id, new.epoch))
-
-
-def pair_drained(turn: Turn, drained: ev.PairDrained) -> None:
-    replica = turn.current(drained.replica, drained.epoch)
-    if replica is None:
-        return
-    if replica.pair_id == drained.pair_id and replica.state is S.REFACTORY_PREFILL:
-        turn.emit(ev.PairSettled(drained.pair_id))
-    else:
-        turn.ignore(drained.replica, drained.epoch)
+        rung, upstream = found
+        pairs.open_pair(turn, new, old, upstream, rung)
 
 
 # What follows by itself.
@@ -226,14 +228,26 @@ def _open_alone(turn: Turn, replica: Replica) -> None:
 
 
 def _finish_mutation(turn: Turn, replica: Replica) -> None:
+    for request in turn.state.requests_on(replica.id):
+        if request.rest and not request.lease_id and request.state is RequestState.MIGRATING:
+            _with_half_of_its_kv(turn, replica, request)
     held = turn.state.requests_on(replica.id)
-    if any(r.state is not RequestState.MIGRATING or r.lease_id for r in held):
+    if any(r.state is not RequestState.MIGRATING or r.lease_id or r.rest for r in held):
         return
     flushed = tuple(request.id for request in held)
     turn.emit(ev.MutationFinished(replica.id, replica.epoch, flushed))
     for request_id in flushed:
         attempt = turn.state.requests[request_id].resumes
         turn.command(DecodeLocally(replica.id, replica.epoch, request_id, attempt))
+
+
+def _with_half_of_its_kv(turn: Turn, replica: Replica, request: Request) -> None:
+    """It has to be handed over before the role changes. If that role is what it waits for, it
+    would wait for itself."""
+    if not turn.state.index.acceptors:
+        reason = "the rest of its KV is elsewhere, and there is no replica to take both"
+        on = (replica.id, replica.epoch)
+        resume(turn, request, "handover_failed", on, reason, living=True)
 
 
 def _retire(turn: Turn) -> None:

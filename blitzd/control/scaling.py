@@ -79,6 +79,10 @@ def scale(turn: Turn) -> None:
         mutated = _mutate(turn, both)
         missing["prefill"] += mutated
         missing["decode"] -= mutated
+    if turn.policy.ladder_live_decode and missing["decode"] > 0:
+        raised, mutated = _decode_at_once(turn, missing["decode"])
+        missing["prefill"] += mutated
+        missing["decode"] -= raised + mutated
     for role in ("decode", "prefill"):
         if missing[role] > 0:
             ladder.climb(turn, role, missing[role])
@@ -108,6 +112,16 @@ def _mutate(turn: Turn, count: int) -> int:
     for replica in chosen:
         turn.emit(ev.MutationStarted(replica.id, replica.epoch, "decode"))
     return len(chosen)
+
+
+def _decode_at_once(turn: Turn, count: int) -> tuple[int, int]:
+    """(raised, mutated): of what revive and reuse leave, as many prefill replicas turn into
+    decode ones as can be loaded in their place, but not the last that serves. Weights that come
+    into a decode replica would meet its KV; into a prefill replica nothing else comes."""
+    raised = len(ladder.climb(turn, "decode", count, to_load=False))
+    prefills = len(_of_role(turn, "prefill", S.PREFILL))
+    free = ladder.can_load(turn)
+    return raised, _mutate(turn, max(0, min(count - raised, prefills - 1, free)))
 
 
 def _lower(turn: Turn, role: str, count: int) -> None:

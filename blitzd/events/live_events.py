@@ -1,11 +1,11 @@
-"""Live pairs at work: what the two workers say (inputs 45-49).
+"""Live pairs at work: what the two workers say (inputs 45-49), and what follows (190-199).
 
 A pair opens, settles and breaks by `PairOpened`, `PairSettled` and `PairBroken`. In between New
 is granted prompts, runs their layers as these arrive, and Old takes them over one by one; both
 tell of it, in whatever order.
 """
 
-from blitzd.events.record import Kind, Payload, record_type
+from blitzd.events.record import Durability, Kind, Payload, record_type
 
 
 @record_type(45, Kind.INPUT)
@@ -38,3 +38,42 @@ class FollowEnded(Payload, frozen=True, array_like=True):
     fault: str = ""
     """Empty: New has all layers and nothing left that Old could take. Else as in ImportEnded."""
     reason: str = ""
+
+
+@record_type(190, Kind.EVENT)
+class RequestRelayed(Payload, frozen=True, array_like=True):
+    """The paired replica goes on with the request: layers [0, `layers`) ran on its source and
+    their KV stays there. 0: none did, and the source has nothing of it any more."""
+
+    request_id: int
+    layers: int
+
+
+@record_type(191, Kind.EVENT)
+class RequestReturned(Payload, frozen=True, array_like=True):
+    """A replica that serves while it loads does not take this request, and nobody is to blame:
+    it is queued again, at its old place, for one that has all layers."""
+
+    request_id: int
+    replica: str
+    epoch: int
+    reason: str
+
+
+@record_type(192, Kind.EVENT, Durability.ACK)
+class FollowStarted(Payload, frozen=True, array_like=True):
+    """Old is told to take over from New, which can be given prompts from here on."""
+
+    pair_id: int
+
+
+@record_type(193, Kind.EVENT)
+class FollowStopped(Payload, frozen=True, array_like=True):
+    """Old takes over nothing more. Without a fault the pair settles once New's load has ended;
+    with one Old is told again from `retry_ns` on."""
+
+    pair_id: int
+    taken: int
+    fault: str
+    reason: str
+    retry_ns: int

@@ -169,6 +169,8 @@ class Request(msgspec.Struct, omit_defaults=True, gc=False):
     rest_blocks: int = 0
     split_layer: int = 0
     """Layers before it ran on the source, the others on `rest`; 0: all on the source, so far."""
+    relayed_ns: int = 0
+    """Since when `rest`, or the source if it had nothing of it, goes on with it."""
     whole: int = 0
     """1: a replica that serves while it loads does not take it."""
 
@@ -176,6 +178,13 @@ class Request(msgspec.Struct, omit_defaults=True, gc=False):
     def known_tokens(self) -> int:
         """What a prefill of this attempt computes."""
         return self.prompt_tokens + self.output_tokens
+
+    @property
+    def runner(self) -> tuple[str, int]:
+        """(replica, epoch) of who computes its prompt."""
+        if self.state is RequestState.RELAYED and self.rest:
+            return self.rest, self.rest_epoch
+        return self.source, self.source_epoch
 
     def on(self) -> list[tuple[str, int]]:
         """(replica, epoch) of the workers that have, or may have, something of this attempt."""
@@ -187,7 +196,11 @@ class Request(msgspec.Struct, omit_defaults=True, gc=False):
         return [place for place in places if place[0]]
 
 
-class Pair(msgspec.Struct, gc=False):
+PAIR_CAP_LEAST = 2
+PAIR_CAP_STEP_NS = 200_000_000
+
+
+class Pair(msgspec.Struct, omit_defaults=True, gc=False):
     """Two prefill replicas of which one still loads."""
 
     id: int
@@ -197,3 +210,17 @@ class Pair(msgspec.Struct, gc=False):
     old_epoch: int
     cap: int
     opened_ns: int
+    following: int = 0
+    """1: Old takes over from New."""
+    drained: int = 0
+    """1: it did, and New had all layers and nothing left."""
+    follow_faults: int = 0
+    retry_ns: int = 0
+    """Old is not told again before this time."""
+
+    def cap_at(self, now_ns: int) -> int:
+        """How many requests may be pending on New: at first its few layers can be run ahead,
+        later one is there only a short time. max(2, 4 - floor(elapsed / 200 ms)) in the
+        original (reference 2.2), where `cap` is 4."""
+        steps = (now_ns - self.opened_ns) // PAIR_CAP_STEP_NS
+        return max(min(PAIR_CAP_LEAST, self.cap), self.cap - steps)

@@ -18,7 +18,7 @@ def _(state: ClusterState, event: ev.PairOpened, record: Record) -> None:
     move(new, "pair_new", record)
     move(old, "pair_old", record)
     forget_weights(new)
-    new.role, new.source = "prefill", event.source
+    new.role, new.source, new.peers = "prefill", event.source, event.peers
     state.pairs[event.pair_id] = Pair(
         event.pair_id, new.id, new.epoch, old.id, old.epoch, event.cap, record.mono_ns
     )
@@ -53,6 +53,26 @@ def _(state: ClusterState, event: ev.PairBroken, record: Record) -> None:
 
 
 _SETTLES = (ReplicaState.OLD_PREFILL, ReplicaState.REFACTORY_PREFILL)
+
+
+@folds(ev.FollowStarted)
+def _(state: ClusterState, event: ev.FollowStarted, record: Record) -> None:
+    pair = pair_of(state, event.pair_id)
+    if pair.following or pair.drained:
+        raise IllegalEvent(f"{pair.old} follows {pair.new} already, or is done with it")
+    pair.following = 1
+    state.touch("pair", pair.id)
+
+
+@folds(ev.FollowStopped)
+def _(state: ClusterState, event: ev.FollowStopped, record: Record) -> None:
+    pair = pair_of(state, event.pair_id)
+    if not pair.following:
+        raise IllegalEvent(f"{pair.old} does not follow {pair.new}")
+    pair.following, pair.retry_ns = 0, event.retry_ns
+    pair.drained = int(not event.fault)
+    pair.follow_faults += int(bool(event.fault))
+    state.touch("pair", pair.id)
 
 
 def _part(state: ClusterState, pair: Pair) -> None:

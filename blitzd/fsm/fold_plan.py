@@ -84,11 +84,13 @@ def granted(state: ClusterState, replica: Replica, now_ns: int) -> None:
 
 
 def prefilled(state: ClusterState, request: Request, now_ns: int) -> None:
-    replica = state.replicas.get(request.source)
+    replica = state.replicas.get(request.runner[0])
     if not _on(state) or replica is None or not replica.prompt_ns:
         return
     busy_ns = now_ns - replica.prompt_ns
-    state.plan.prefilled = state.plan.prefilled.with_more(request.known_tokens, busy_ns)
+    # Of one that two replicas shared, or that waited for layers, nobody learns how fast one is.
+    if not request.rest:
+        state.plan.prefilled = state.plan.prefilled.with_more(request.known_tokens, busy_ns)
     replica.prompt_ns = now_ns
     state.touch("replica", replica.id)
     state.touch("plan", 0)

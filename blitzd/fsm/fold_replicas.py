@@ -4,6 +4,7 @@ from blitzd.events import types as ev
 from blitzd.events.record import Record
 from blitzd.fsm import flow
 from blitzd.fsm.entities import Replica
+from blitzd.fsm.fold_requests import forget_rest
 from blitzd.fsm.folding import (
     IllegalEvent,
     count,
@@ -14,6 +15,7 @@ from blitzd.fsm.folding import (
     replica_of,
     require_idle,
 )
+from blitzd.fsm.request import RequestState
 from blitzd.fsm.state import ClusterState
 
 
@@ -85,6 +87,10 @@ def _(state: ClusterState, event: ev.WorkerLost, record: Record) -> None:
     replica.drain_deadline_ns = replica.dirty_ns = replica.audits_failed = 0
     forget_weights(replica)
     forget_links(state, replica.id)
+    for request in state.requests_on(replica.id):
+        if request.state is RequestState.PREFILLING and request.rest == replica.id:
+            forget_rest(request)  # nobody goes on with it: it ends where it is
+            state.touch("request", request.id)
     state.touch("replica", replica.id)
 
 

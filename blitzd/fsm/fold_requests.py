@@ -38,11 +38,17 @@ def _(state: ClusterState, event: ev.RequestRejected, record: Record) -> None:
 def _(state: ClusterState, event: ev.PrefillStarted, record: Record) -> None:
     request = request_of(state, event.request_id)
     replica = _accepting(state, event.replica, event.epoch, ACCEPTS_PROMPTS, "prompts")
+    if event.rest:
+        rest = replica_of(state, event.rest, event.rest_epoch)
+        if not replica.pair_id or rest.pair_id != replica.pair_id:
+            raise IllegalEvent(f"{rest.id} and {replica.id} are not of one pair")
     moved_to = next_request_state(request.id, request.state, "prefill")
     fold_plan.granted(state, replica, record.mono_ns)
     request.state = moved_to
     request.source, request.source_epoch = event.replica, event.epoch
     request.source_blocks = event.blocks
+    request.rest, request.rest_epoch = event.rest, event.rest_epoch
+    request.rest_blocks = event.rest_blocks
     state.touch("request", request.id)
 
 
@@ -65,7 +71,42 @@ def _(state: ClusterState, event: ev.PrefillFinished, record: Record) -> None:
         request.state = next_request_state(request.id, request.state, "stay")
         settle_down(request)
     else:
+        if request.state is RequestState.PREFILLING:  # all of it there
+            forget_rest(request)
         request.state = next_request_state(request.id, request.state, "first_token")
+    state.touch("request", request.id)
+
+
+def forget_rest(request: Request) -> None:
+    request.rest, request.rest_epoch, request.rest_blocks = "", 0, 0
+    request.split_layer = 0
+
+
+@folds(ev.RequestRelayed)
+def _(state: ClusterState, event: ev.RequestRelayed, record: Record) -> None:
+    request = request_of(state, event.request_id)
+    relayed = next_request_state(request.id, request.state, "relay")
+    if not request.rest:
+        raise IllegalEvent(f"request {request.id} has nobody to go on with it")
+    rest = replica_of(state, request.rest, request.rest_epoch)
+    fold_plan.granted(state, rest, record.mono_ns)
+    request.state, request.relayed_ns = relayed, record.mono_ns
+    request.split_layer = event.layers
+    if not event.layers:
+        request.source, request.source_epoch = request.rest, request.rest_epoch
+        request.source_blocks = request.rest_blocks
+        forget_rest(request)
+    state.touch("request", request.id)
+
+
+@folds(ev.RequestReturned)
+def _(state: ClusterState, event: ev.RequestReturned, record: Record) -> None:
+    request = request_of(state, event.request_id)
+    replica_of(state, event.replica, event.epoch)
+    request.state = next_request_state(request.id, request.state, "return")
+    request.source, request.source_epoch, request.source_blocks = "", 0, 0
+    forget_rest(request)
+    request.whole = 1
     state.touch("request", request.id)
 
 
@@ -86,8 +127,11 @@ def _(state: ClusterState, event: ev.MigrationStarted, record: Record) -> None:
         )
     if event.lease_id != state.node.next_lease:
         raise IllegalEvent(f"lease {event.lease_id} is out of order ({state.node.next_lease})")
-    if event.source == event.target:
-        raise IllegalEvent(f"lease {event.lease_id} leads from {event.source} to itself")
+    if event.target in (event.source, event.rest):
+        raise IllegalEvent(f"lease {event.lease_id} leads from {event.target} to itself")
+    rest = (request.rest, request.rest_epoch, request.split_layer)
+    if (event.rest, event.rest_epoch, event.split_layer) != rest:
+        raise IllegalEvent(f"request {request.id} has its KV on {request.source} and {rest}")
     _accepting(state, event.target, event.target_epoch, ACCEPTS_KV, "KV")
     request.target, request.target_epoch = event.target, event.target_epoch
     request.target_blocks, request.lease_id = event.blocks, event.lease_id
@@ -101,6 +145,9 @@ def _(state: ClusterState, event: ev.MigrationStarted, record: Record) -> None:
         record.mono_ns,
         event.expires_ns,
         event.cap_ns,
+        rest=event.rest,
+        rest_epoch=event.rest_epoch,
+        split_layer=event.split_layer,
     )
     state.node.next_lease += 1
     state.touch("node", 0)
@@ -116,6 +163,8 @@ def _(state: ClusterState, event: ev.MigrationFinished, record: Record) -> None:
     fold_plan.moved(state, request, lease, record.mono_ns)
     flow.kv_moved(state, lease, event.bytes_moved)
     request.source, request.source_epoch, request.source_blocks = "", 0, 0
+    forget_rest(request)
+    request.relayed_ns = 0
     request.moving = ""
     _close(state, lease, request)
 
@@ -152,6 +201,8 @@ def _(state: ClusterState, event: ev.RequestResumed, record: Record) -> None:
     request.state = queued
     request.source, request.source_epoch, request.source_blocks = "", 0, 0
     request.target, request.target_epoch, request.target_blocks = "", 0, 0
+    forget_rest(request)
+    request.relayed_ns = 0
     moved_on = event.output_tokens > request.output_tokens
     lost = Loss(event.replica, event.epoch, event.reason)
     request.losses = (lost,) if moved_on else (*request.losses, lost)
@@ -165,7 +216,7 @@ def _(state: ClusterState, event: ev.RequestResumed, record: Record) -> None:
 @folds(ev.RequestFinished)
 def _(state: ClusterState, event: ev.RequestFinished, record: Record) -> None:
     request = request_of(state, event.request_id)
-    if request.state is RequestState.PREFILLING:  # with its only token
+    if request.state in (RequestState.PREFILLING, RequestState.RELAYED):  # with its only token
         fold_plan.prefilled(state, request, record.mono_ns)
     _end(state, event.request_id, "finish")
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from blitzd.fsm.state import ClusterState
 
 S = ReplicaState
-TAKES_PROMPTS = frozenset({S.PREFILL, S.COLOCATED})
-"""A NewPrefill takes prompts by its pair, not by dispatch."""
+TAKES_PROMPTS = frozenset({S.PREFILL, S.OLD_PREFILL, S.COLOCATED})
 DECODE_SIDE = frozenset(
     {S.DECODE, S.AUS_DECODE, S.MUTATING_TO_DECODE, S.SHUTTING_DECODE, S.AUS_PREFILL}
 )
@@ -93,8 +92,12 @@ class RequestRow(NamedTuple):
     tokens: int
     source: str
     source_blocks: int
+    rest: str
+    rest_blocks: int
     target: str
     target_blocks: int
+    runner: str
+    """Who computes its prompt, while somebody does."""
     leased: bool
 
 
@@ -220,6 +223,7 @@ class Index:
             self.unplaced_blocks += by * row.source_blocks
         for replica_id, blocks in (
             (row.source, row.source_blocks),
+            (row.rest, row.rest_blocks),
             (row.target, row.target_blocks),
         ):
             if not replica_id:
@@ -230,9 +234,9 @@ class Index:
             held.add(key) if by > 0 else held.discard(key)
             if not held:
                 del self.on[replica_id]
-        if row.source and row.state is RequestState.PREFILLING:
-            _add(self.prefilling, row.source, by)
-            _add(self.prefill_tokens, row.source, by * row.tokens)
+        if row.runner:
+            _add(self.prefilling, row.runner, by)
+            _add(self.prefill_tokens, row.runner, by * row.tokens)
         if row.target and row.leased:
             _add(self.importing, row.target, by)
 
@@ -263,11 +267,11 @@ class Index:
         reserved = self.reserved[key]
         room = replica.blocks_total * replica.block_tokens
         free = room - reserved * replica.block_tokens
-        takes = at in TAKES_PROMPTS
+        takes = takes_prompts(replica)
         self.takers.put(key, self.prefill_tokens[key] if takes else None)
         self.grants.put(key, self.prefilling[key] if takes else None)
         self.prompt_free.put(key, free if takes else None)
-        self.prompt_room.put(key, room if at in ACCEPTS_PROMPTS else None)
+        self.prompt_room.put(key, room if room and at in ACCEPTS_PROMPTS else None)
         accepts = at in ACCEPTS_KV
         self.acceptors.put(key, max(reserved, replica.blocks_sampled) if accepts else None)
         self.imports.put(key, self.importing[key] if accepts else None)
@@ -306,10 +310,23 @@ def _row_of(request: Request) -> RequestRow:
         request.known_tokens,
         request.source,
         request.source_blocks,
+        request.rest,
+        request.rest_blocks,
         request.target,
         request.target_blocks,
+        request.runner[0] if request.state in BEING_PREFILLED else "",
         bool(request.lease_id),
     )
+
+
+BEING_PREFILLED = (RequestState.PREFILLING, RequestState.RELAYED)
+
+
+def takes_prompts(replica: Replica) -> bool:
+    """Whether dispatch asks it. One that loads takes some in a pair, from when it has said
+    that it can."""
+    live = replica.state is S.NEW_PREFILL and replica.pair_id and replica.blocks_total
+    return bool(live) or replica.state in TAKES_PROMPTS
 
 
 def _wants_work(replica: Replica) -> bool:

@@ -96,7 +96,12 @@ def _leases(state: ClusterState) -> Iterator[str]:
             yield f"lease {lease.id} leads from {lease.source} to itself"
         if request is None or request.lease_id != lease.id:
             yield f"lease {lease.id} belongs to no request"
-        elif (request.source, request.target) != (lease.source, lease.target):
+        elif (request.source, request.rest, request.split_layer, request.target) != (
+            lease.source,
+            lease.rest,
+            lease.split_layer,
+            lease.target,
+        ):
             yield f"lease {lease.id} and request {request.id} name other replicas"
     for request in state.requests.values():
         if request.lease_id and request.lease_id not in state.leases:
@@ -115,6 +120,7 @@ def _requests(state: ClusterState) -> Iterator[str]:
             yield f"request {request.id} is {request.state} with source, target, lease {has}"
         for replica_id, epoch, blocks in (
             (request.source, request.source_epoch, request.source_blocks),
+            (request.rest, request.rest_epoch, request.rest_blocks),
             (request.target, request.target_epoch, request.target_blocks),
         ):
             if not replica_id:
@@ -131,9 +137,30 @@ def _requests(state: ClusterState) -> Iterator[str]:
 WHERE: dict[RequestState, frozenset[tuple[bool, bool, bool]]] = {
     RequestState.QUEUED: frozenset({(False, False, False)}),
     RequestState.PREFILLING: frozenset({(True, False, False)}),
+    RequestState.RELAYED: frozenset({(True, False, False)}),
     RequestState.MIGRATING: frozenset({(True, False, False), (True, True, True)}),
     RequestState.DECODING: frozenset({(False, True, False)}),
 }
+
+
+MAY_SHARE = (RequestState.PREFILLING, RequestState.RELAYED, RequestState.MIGRATING)
+
+
+def _relays(state: ClusterState) -> Iterator[str]:
+    """A request that two replicas share says who has which layers, and holds blocks on both;
+    New has no more of them pending than its pair's cap."""
+    for request in state.requests.values():
+        shares = request.state in MAY_SHARE and request.source and request.rest_blocks
+        if request.rest and not shares:
+            yield f"request {request.id} is {request.state} and shared with {request.rest}"
+        began = request.state is not RequestState.PREFILLING
+        if bool(request.rest) != bool(request.split_layer) and (began or request.split_layer):
+            split = request.split_layer
+            yield f"request {request.id} is split at {split} with {request.rest or 'nobody'}"
+    for pair in state.pairs.values():
+        pending = state.index.prefilling[pair.new]
+        if pending > pair.cap:
+            yield f"{pair.new} has {pending} requests pending, its pair's cap is {pair.cap}"
 
 
 def _blocks(state: ClusterState) -> Iterator[str]:
@@ -166,6 +193,7 @@ CHECKS: tuple[Check, ...] = (
     _pairs,
     _leases,
     _requests,
+    _relays,
     _blocks,
     _workers,
     _index,

@@ -187,7 +187,15 @@ class ClusterState:
             "links": links_json(self),
             "faulty_links": faulty_json(self.links.values()),
             "pairs": [
-                {"id": pair.id, "new": pair.new, "old": pair.old, "cap": pair.cap}
+                {
+                    "id": pair.id,
+                    "new": pair.new,
+                    "old": pair.old,
+                    "cap": pair.cap,
+                    "pending": index.prefilling[pair.new],
+                    "following": bool(pair.following),
+                    "follow_faults": pair.follow_faults,
+                }
                 for pair in self.pairs.values()
             ],
         }

@@ -8,6 +8,7 @@ import msgspec
 from blitzd.events import types as ev
 from blitzd.events.json_form import record_json
 from blitzd.events.record import Kind, Payload, Record
+from blitzd.fsm.link import Lease
 from blitzd.fsm.request import RequestState
 from blitzd.fsm.state import ClusterState
 from blitzd.fsm.timeline import Timeline
@@ -46,6 +47,9 @@ class Hop(msgspec.Struct):
     """As the target measured it; 0 where its first tokens came before its answer."""
     lease_ms: float = 0.0
     """From the decision to the end of the lease."""
+    rest: str = ""
+    """Who gave the layers from `split_layer` on, of KV that lay on two replicas."""
+    split_layer: int = 0
 
 
 class Cause(msgspec.Struct, frozen=True):
@@ -109,6 +113,7 @@ class Storyteller:
                 source = f"{lease.source}/{lease.source_epoch}"
                 target = f"{lease.target}/{lease.target_epoch}"
                 hop = Hop(lease.id, source, target, request.target_blocks, 0)
+                _split(hop, lease)
                 self._hops[lease.id], self._opened_ns[lease.id] = hop, 0
                 self.story.hops.append(hop)
 
@@ -159,6 +164,7 @@ class Storyteller:
             source = f"{payload.source}/{payload.source_epoch}"
             target = f"{payload.target}/{payload.target_epoch}"
             hop = Hop(payload.lease_id, source, target, payload.blocks, record.seq)
+            _split(hop, payload)
             self._hops[payload.lease_id] = hop
             self._opened_ns[payload.lease_id] = now_ns
             self.story.hops.append(hop)
@@ -204,6 +210,11 @@ class Storyteller:
             chain.append(self._input)
         shown = map(record_json, chain)
         return [Cause(r["seq"], r["kind"], r["type"], r["payload"]) for r in shown]
+
+
+def _split(hop: Hop, halves: ev.MigrationStarted | Lease) -> None:
+    if halves.rest:
+        hop.rest, hop.split_layer = f"{halves.rest}/{halves.rest_epoch}", halves.split_layer
 
 
 def _why(end: Payload) -> str:

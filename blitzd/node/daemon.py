@@ -48,6 +48,8 @@ STALLED_S = 2.0
 ADOPTED = frozenset(
     {
         ReplicaState.PREFILL,
+        ReplicaState.OLD_PREFILL,
+        ReplicaState.REFACTORY_PREFILL,
         ReplicaState.DECODE,
         ReplicaState.COLOCATED,
         ReplicaState.SHUTTING_NULL,
@@ -195,10 +197,10 @@ class NodeDaemon:
         reasons = [
             f"no {role} replica is ready"
             for role, serving in (
-                ("prefill", ReplicaState.PREFILL),
-                ("decode", ReplicaState.DECODE),
+                ("prefill", (ReplicaState.PREFILL, ReplicaState.OLD_PREFILL)),
+                ("decode", (ReplicaState.DECODE,)),
             )
-            if not any(r.state is serving for r in state.replicas.values())
+            if not any(r.state in serving for r in state.replicas.values())
         ]
         reasons += [
             f"{r.id}: {r.trouble}" for r in state.replicas.values() if r.trouble and reasons

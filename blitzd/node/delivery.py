@@ -67,11 +67,11 @@ class Delivery:
         await self._post_occupancy(ev.OccupancyReported(replica, epoch, *occupancy))
 
     def _tell_relays(self, replica: str, epoch: int, report: pb.StepReport) -> None:
-        """Before the tokens of the same report: they are made where the request went."""
+        """Before the tokens of the same report: they are made where the request went. Also of
+        requests that are over: their cancel may have missed them on the way."""
         for wire, layers in zip(report.relayed_ids, report.relayed_layers, strict=True):
             request_id, attempt = request_and_attempt(wire)
-            if request_id in self._core.state.requests:
-                self._reached(ev.Relayed(replica, epoch, request_id, attempt, layers))
+            self._reached(ev.Relayed(replica, epoch, request_id, attempt, layers))
 
     def _addressed(self, replica: str, epoch: int, wire: int) -> tuple[LiveRequest | None, bool]:
         """(whom a worker's word is for, if anybody; whether the request goes on, but this

@@ -120,7 +120,7 @@ class NodeWorkers(VirtualWorkers):
 
     async def _told(self, life: Controller, node: VirtualNode) -> bool:
         """What goes over a contact arrives, if late, or the contact ends."""
-        await anyio.sleep(self._random.uniform(0.0, 0.02))
+        await anyio.sleep(self.random.uniform(0.0, 0.02))
         while node.contact is life and not node.works:
             await anyio.sleep(0.05)
         return node.contact is life
@@ -166,7 +166,7 @@ class NodeWorkers(VirtualWorkers):
         while node is not None and not node.linked:
             await anyio.sleep(0.05)
 
-    async def _post(self, worker: VirtualWorker, payload: Payload, certain: bool = False) -> None:
+    async def post(self, worker: VirtualWorker, payload: Payload, certain: bool = False) -> None:
         key = (worker.replica, worker.epoch)
         if isinstance(payload, ev.LoadEnded) and not payload.reason:
             self.loaded.add(key)
@@ -177,14 +177,14 @@ class NodeWorkers(VirtualWorkers):
         if life is None or life is not self.wire.controller:
             return
         if isinstance(payload, ev.WorkerFound) or life.hears(key):
-            await super()._post(worker, payload, certain)
+            await super().post(worker, payload, certain)
 
     async def _report_death(self, worker: VirtualWorker, reason: str) -> None:
         node, life = self.node_of(worker.replica), self.wire.controller
         if node is None:
             await super()._report_death(worker, reason)
             return
-        await anyio.sleep(self._random.uniform(0.001, 0.1))
+        await anyio.sleep(self.random.uniform(0.001, 0.1))
         if life is not None and await self._told(life, node):
             await self._exited(life, (worker.replica, worker.epoch), reason)
 
@@ -205,7 +205,7 @@ class NodeWorkers(VirtualWorkers):
     async def agent(self, node: VirtualNode) -> None:
         """For ever: its beats, and its way back into contact."""
         while True:
-            await anyio.sleep(self._random.uniform(0.5, 1.0) * LEASE_S / BEATS)
+            await anyio.sleep(self.random.uniform(0.5, 1.0) * LEASE_S / BEATS)
             life, now = self.wire.controller, anyio.current_time()
             if not node.works or life is None:
                 continue
@@ -250,16 +250,16 @@ class NodeWorkers(VirtualWorkers):
         await life.post(joined)
 
     async def _find(self, life: Controller, node: VirtualNode, key: Key) -> None:
-        await anyio.sleep(self._random.uniform(0.0, 0.1))
+        await anyio.sleep(self.random.uniform(0.0, 0.1))
         worker = self.workers[key]
-        await self._pause(worker, 0.01)
+        await self.pause(worker, 0.01)
         await self._reach(*key)
         if not worker.alive or life is not self.wire.controller:
             return
         layers, blocks = (LAYERS, BLOCKS) if key in self.loaded else (0, 0)
         digest = DIGEST if layers else ""
         found = ev.WorkerFound(*key, 1, digest, layers, layers * 10, BLOCK_TOKENS, blocks)
-        await self._post(worker, found, certain=True)
+        await self.post(worker, found, certain=True)
 
     # Faults.
 

@@ -10,8 +10,9 @@ from trio.testing import MockClock
 from blitzd.control.policy import Policy
 from blitzd.events import types as ev
 from tests.chaos import world as chaos
-from tests.chaos.workers import Faults, VirtualWorkers
-from tests.chaos.world import Scenario, World
+from tests.chaos.scenario import Faults, Scenario
+from tests.chaos.workers import VirtualWorkers
+from tests.chaos.world import World
 
 HOUR_S = 3600.0
 ROLES = ("prefill", "decode", *["spare"] * 6)

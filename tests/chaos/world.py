@@ -14,7 +14,6 @@ import trio
 from trio.testing import MockClock
 
 from blitzd.control.core import CORE_VERSION, Core, Step
-from blitzd.control.policy import Policy
 from blitzd.control.redecide import redecide
 from blitzd.events import types as ev
 from blitzd.events.record import Payload, Record
@@ -27,7 +26,8 @@ from blitzd.node.face import GenerateRequest, GenerationFailed, RequestRefused
 from blitzd.node.observe import new_observations
 from blitzd.node.ports import JournalUnavailable
 from tests.chaos.lives import Lives
-from tests.chaos.workers import Faults, VirtualWorkers, token_at
+from tests.chaos.scenario import Faults, Scenario
+from tests.chaos.workers import VirtualWorkers, token_at
 
 VIRTUAL_LIMIT_S = 600.0
 SNAPSHOT_EVERY = 100
@@ -84,71 +84,6 @@ class Outcome:
     tokens: int = 0
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """Drawn from the seed: who is there, what comes, what breaks."""
-
-    replicas: tuple[tuple[str, str], ...]
-    requests: int
-    rate: float
-    faults: Faults
-    kills: int
-    hangs: int
-    slow: int
-    disk_full: int
-    commands: int
-    leavers: float
-    autoscale: int
-
-    @classmethod
-    def draw(cls, random: Random) -> "Scenario":
-        prefills, decodes = random.randint(1, 3), random.randint(1, 3)
-        roles = ["prefill"] * prefills + ["decode"] * decodes + ["spare"] * random.randint(0, 1)
-
-        def sometimes(most: float) -> float:
-            return random.choice([0.0, 0.0, most / 4, most])
-
-        faults = Faults(
-            drop=sometimes(0.2),
-            duplicate=sometimes(0.2),
-            delay=sometimes(0.5),
-            step_failure=sometimes(0.2),
-            refusal=sometimes(0.2),
-            bad_import=sometimes(0.3),
-            stalled_import=sometimes(0.3),
-            leak=random.choice([0.0, 0.0, 0.0, 0.2]),
-            no_room=sometimes(0.5),
-            load_failure=sometimes(0.5),
-        )
-        return cls(
-            replicas=tuple((f"r{i}", role) for i, role in enumerate(roles)),
-            requests=random.randint(5, 60),
-            rate=random.choice([2.0, 10.0, 50.0]),
-            faults=faults,
-            kills=random.choice([0, 0, 1, 3, 8]),
-            hangs=random.choice([0, 0, 1, 2]),
-            slow=random.choice([0, 0, 1]),
-            disk_full=random.choice([0, 0, 0, 1, 2]),
-            commands=random.choice([0, 0, 5, 20]),
-            leavers=random.choice([0.0, 0.1, 0.5]),
-            autoscale=random.choice([0, 0, 1]),
-        )
-
-    def policy(self, seed: int) -> Policy:
-        quick = {"scale_down_window_ms": 1000, "arrival_window_ms": 1000, "manual_hold_ms": 5000}
-        return Policy(
-            max_queued_requests=20,
-            lease_ttl_ms=5000,
-            lease_stall_ms=1000,
-            drain_ms=20_000,
-            autoscale=self.autoscale,
-            ladder_map=(seed + 1) % 2,
-            ladder_nvlink=seed // 2 % 2,
-            ladder_host=seed // 4 % 2,
-            **quick if self.autoscale else {},
-        )
-
-
 class WatchedCore(Core):
     """Notes what the daemon only logs: a decision that the fold refuses is a defect."""
 
@@ -164,10 +99,15 @@ class WatchedCore(Core):
 
 
 class World:
+    pairs_of = 3
+    """One run in so many has live pairs."""
+
     def __init__(self, seed: int, verbose: bool = False) -> None:
         self.seed = seed
         self.random = Random(seed)
         self.scenario = Scenario.draw(self.random)
+        if (seed + 1) % self.pairs_of == 0:
+            self.scenario = self.scenario.with_pairs(self.random)
         self.outcome = Outcome()
         self.disk = VirtualDisk()
         self.verbose = verbose
@@ -193,6 +133,7 @@ class World:
                 async with anyio.create_task_group() as life:
                     life.start_soon(self._break_things, workers)
                     life.start_soon(self._operate, driver)
+                    life.start_soon(self._unite, driver)
                     await self._arrivals(driver, life)
                 await self._settle(workers)
                 self._check_quiet(workers)
@@ -318,6 +259,16 @@ class World:
             counts = [sum(r == role for _, r in self.scenario.replicas) for role in ROLES]
             await driver.post(ev.ScaleRequested(*counts))
 
+    async def _unite(self, driver: Driver) -> None:
+        replicas = [replica_id for replica_id, _ in self.scenario.replicas]
+        for _ in range(self.scenario.unions):
+            await anyio.sleep(self.random.expovariate(0.5))
+            states = self.core.state.replicas
+            inactive = [r for r in states if states[r].state == "Inactive"]
+            prefills = [r for r in states if states[r].state == "Prefill"]
+            new, old = (self.random.choice(those or replicas) for those in (inactive, prefills))
+            await driver.post(ev.LivePairRequested(new, old))
+
     # What must hold.
 
     async def _settle(self, workers: VirtualWorkers) -> None:
@@ -336,7 +287,8 @@ class World:
         state = self.core.state
         states = {"prefill": "Prefill", "decode": "Decode", "colocated": "Colocated"}
         restarting = any(r.restart_epoch or r.stands_in for r in state.replicas.values())
-        return not (state.requests or restarting or state.node.rolling) and all(
+        busy = state.requests or restarting or state.node.rolling or state.pairs
+        return not busy and all(
             r.worker == "attached" and (r.role == "spare" or r.state == states[r.role])
             for r in state.replicas.values()
         )
@@ -389,6 +341,10 @@ class World:
             state = state_of(snapshot, ClusterState)
             replay(state, self.disk.records[snapshot.seq :])
             assert (state.hash(), state.encode()) == (whole.hash(), whole.encode()), snapshot.seq
+
+
+class PairsWorld(World):
+    pairs_of = 1
 
 
 ENDS = (ev.RequestFinished, ev.RequestFailed, ev.RequestCancelled, ev.RequestRejected)

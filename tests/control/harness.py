@@ -82,6 +82,12 @@ class Harness:
         epoch = self.replica(replica_id).epoch
         return self.feed(ev.LoadEnded(replica_id, epoch, "digest", "map", 30, 1000, 64, blocks))
 
+    def moved(self, replica_id: str, layers: int = 1, blocks: int = BLOCKS) -> list[Payload]:
+        """Of a load by one that serves meanwhile: the first makes it take prompts."""
+        epoch = self.replica(replica_id).epoch
+        progress = (layers, 30, layers * 30, 1000)
+        return self.feed(ev.LoadMoved(replica_id, epoch, *progress, "", 64, blocks))
+
     def serving(self, *roles: str, blocks: int = BLOCKS) -> "Harness":
         self.boot(*roles)
         for replica_id, replica in self.state.replicas.items():
@@ -94,8 +100,20 @@ class Harness:
         return self.feed(ev.RequestArrived(request_id, prompt, max_tokens, 7, 0))
 
     def first_token(self, request_id: int) -> list[Payload]:
+        on = self.state.requests[request_id].runner
+        return self.feed(ev.FirstTokenProduced(*on, request_id))
+
+    def relayed(self, request_id: int, layers: int, by: str = "") -> list[Payload]:
+        """As the source says, or `by`."""
         request = self.state.requests[request_id]
-        return self.feed(ev.FirstTokenProduced(request.source, request.source_epoch, request_id))
+        by = by or request.source
+        on = (by, self.replica(by).epoch)
+        return self.feed(ev.Relayed(*on, request_id, request.resumes, layers))
+
+    def followed(self, pair_id: int, fault: str = "") -> list[Payload]:
+        pair = self.state.pairs[pair_id]
+        reason = "peer was lost" if fault else ""
+        return self.feed(ev.FollowEnded(pair_id, pair.old, pair.old_epoch, 0, fault, reason))
 
     def imported(self, request_id: int) -> list[Payload]:
         lease = self.state.requests[request_id].lease_id
@@ -105,7 +123,7 @@ class Harness:
         request = self.state.requests[request_id]
         on = (request.target, request.target_epoch)
         if not request.target:
-            on = (request.source, request.source_epoch)
+            on = request.runner
         return self.feed(ev.GenerationEnded(*on, request_id, "stop", 5, "00"))
 
 

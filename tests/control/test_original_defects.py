@@ -187,7 +187,7 @@ def test_e13_who_is_paired_with_whom_is_in_the_log() -> None:
     assert pairs == {("r3", "r0"), ("r4", "r1")}
     for new in ("r3", "r4"):
         world.load(new)
-    world.feed(ev.PairDrained("r3", 1, world.replica("r3").pair_id))
+    world.followed(world.replica("r3").pair_id)
     assert world.replica("r0").state is ReplicaState.PREFILL
     assert world.replica("r1").state is ReplicaState.OLD_PREFILL, "the other pair is its own"
 

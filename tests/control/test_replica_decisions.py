@@ -201,7 +201,7 @@ def test_03_and_09_a_live_pair_opens_as_one_event() -> None:
     assert (opened.new, opened.old) == ("r2", "r0")
     assert world.replica("r2").state is ReplicaState.NEW_PREFILL
     assert world.replica("r0").state is ReplicaState.OLD_PREFILL
-    assert world.commanded(LoadModel) == [LoadModel("r2", 1)]
+    assert world.commanded(LoadModel) == [LoadModel("r2", 1, (("r0", 1),), "nvlink", live=True)]
 
 
 def test_06_a_decode_load_may_end_in_mutating_to_decode() -> None:
@@ -236,16 +236,20 @@ def test_10_a_new_prefill_with_all_layers_is_refactory() -> None:
 def test_11_and_12_a_drained_pair_settles_as_one_event() -> None:
     world = paired()
     world.load("r2")
-    events = world.feed(ev.PairDrained("r2", 1, 1))
-    assert [type(e) for e in events] == [ev.PairSettled]
+    events = world.followed(1)
+    assert [type(e) for e in events] == [ev.FollowStopped, ev.PairSettled]
     assert world.replica("r2").state is ReplicaState.PREFILL
     assert world.replica("r0").state is ReplicaState.PREFILL
 
 
 def test_a_pair_is_not_settled_before_its_last_layer() -> None:
+    """Old may hear of it from New before the daemon does."""
     world = paired()
-    [event] = world.feed(ev.PairDrained("r2", 1, 1))
-    assert isinstance(event, ev.StaleNoticeIgnored)
+    world.moved("r2", layers=29)
+    assert [type(e) for e in world.followed(1)] == [ev.FollowStopped]
+    assert world.replica("r0").state is ReplicaState.OLD_PREFILL
+    only(world.load("r2"), ev.PairSettled)
+    assert world.replica("r0").state is ReplicaState.PREFILL
 
 
 def test_a_pair_whose_new_side_dies_or_fails_gives_the_old_side_back() -> None:
