@@ -23,6 +23,7 @@ from blitzd.control.redecide import redecide as decide_again
 from blitzd.events import Kind, LogError
 from blitzd.fsm import ClusterState, IllegalEvent, IllegalTransition
 from blitzd.fsm.diff import Differ
+from blitzd.fsm.pair_story import PairTeller
 from blitzd.fsm.replaying import HashDiffers, replay as fold_all, replay_one
 from blitzd.fsm.story import Storyteller
 from blitzd.fsm.watched import WatchedState
@@ -43,6 +44,7 @@ def replay(
     diff: Annotated[tuple[str, str] | None, Parameter(negative=())] = None,
     request: Sequence = None,
     plan: Sequence = None,
+    pair: Sequence = None,
     trace: Path | None = None,
     csv: Path | None = None,
     every: Sequence = None,
@@ -69,6 +71,8 @@ def replay(
         The story of a request: milestones, hops, what led to what, how it ended.
     plan
         Why the record of this sequence was decided as it was.
+    pair
+        Draw the live pair of this number: when layers came, which side had a request when.
     trace
         Write a Chrome trace for Perfetto into this file.
     csv
@@ -87,6 +91,7 @@ def replay(
         "--diff": diff is not None,
         "--request": request is not None,
         "--plan": plan is not None,
+        "--pair": pair is not None,
         "--trace": trace is not None,
         "--csv": csv is not None,
         "--follow": follow,
@@ -113,6 +118,8 @@ def replay(
             return _request(source, request, last, json)
         if plan is not None:
             return _plan(source, plan, json)
+        if pair is not None:
+            return _pair(source, pair, json)
         if trace is not None:
             return _trace(source, trace, last, json)
         if csv is not None:
@@ -212,6 +219,21 @@ def _plan(source: LogSource, seq: int, json: bool) -> int:
     if explanation is None:
         raise LogError(f"{source.directory}: record {seq} is not there, the last is {state.seq}")
     _show(explanation, json, text.as_explanation)
+    return 0
+
+
+def _pair(source: LogSource, pair_id: int, json: bool) -> int:
+    state = source.begin_early(ClusterState)
+    teller = PairTeller(pair_id)
+    with source.bar("reading"), _placed(state):
+        for record in source.records(state):
+            replay_one(state, record)
+            if not teller.see(record, state):
+                break
+    if not teller.story.new:
+        known = " to ".join(map(str, teller.known_ids)) or "none"
+        raise LogError(f"{source.directory}: no pair {pair_id} in this log; it has {known}")
+    _show(teller.story, json, text.as_pair)
     return 0
 
 

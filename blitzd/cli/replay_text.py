@@ -9,6 +9,7 @@ from blitzd.control.explain import Explanation
 from blitzd.events.json_form import record_json
 from blitzd.events.record import Record
 from blitzd.fsm.diff import Change
+from blitzd.fsm.pair_story import PairStory
 from blitzd.fsm.story import Milestone, Story
 
 
@@ -98,6 +99,46 @@ def _loss(step: Milestone) -> str:
         return ""
     lost = step.detail
     return f" ({lost['cause']}: {lost['reason']}; goes on after {lost['output_tokens']} tokens)"
+
+
+COLUMNS, ROWS = 96, 40
+
+
+def as_pair(story: PairStory) -> str:
+    """A row a request, time to the right, and how many of its layers the new side ran."""
+    parts = [part for request in story.requests for part in request.parts]
+    end_us = max([story.end_us, 1.0, *(part.end_us for part in parts)])
+
+    def column(at_us: float) -> int:
+        return min(COLUMNS - 1, max(0, int(at_us * COLUMNS / end_us)))
+
+    def fill(row: list[str], begin_us: float, until_us: float, letter: str) -> None:
+        for at in range(column(begin_us), max(column(begin_us) + 1, column(until_us))):
+            row[at] = letter
+
+    marks = [" "] * COLUMNS
+    for at_us in story.layers_us:
+        marks[column(at_us)] = "|"
+    width = max([6, *(len(str(request.id)) for request in story.requests)])
+    lines = [
+        f"pair {story.id}: {story.new} loads, {story.old} finishes for it;"
+        f" {story.end or 'still open'} after {story.end_us / 1e6:.3f} s",
+        f"{'layers':>{width}} {''.join(marks).rstrip()}",
+    ]
+    for request in story.requests[:ROWS]:
+        row = [" "] * COLUMNS
+        fill(row, request.asked_us, request.parts[-1].end_us, ".")
+        # The first part last: it is often shorter than a column.
+        for part in reversed(request.parts):
+            fill(row, part.begin_us, part.end_us, "n" if part.side == "new" else "O")
+        split = next((part.last for part in request.parts if part.side == "new"), 0)
+        ran = "all on new" if split is None else f"{split} on new"
+        lines.append(f"{request.id:>{width}} {''.join(row).rstrip()}  {ran}")
+    if len(story.requests) > ROWS:
+        lines.append(f"{'':>{width}} and {len(story.requests) - ROWS} more")
+    legend = "n: with new, O: with old, .: waits for either, |: a layer came"
+    lines.append(f"{'':>{width}} 0 to {end_us / 1e3:.0f} ms; {legend}")
+    return "\n".join(lines)
 
 
 def as_explanation(found: Explanation) -> str:

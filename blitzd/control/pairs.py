@@ -12,10 +12,11 @@ idle Old takes what New has. Old does take prompts until New can, and those that
 both, since Old takes it over without asking. Each tells; the first word moves the request, the
 second changes nothing. Whatever frees the request frees it on both.
 
-*Ends.* Old says that New has all layers and nothing left: both are Prefill. While it cannot
-follow it is told again, `FOLLOW_TRIES` times; then the pair breaks, as it does with the death
-of a side and the failure of the load. What New has then ends there with its last layer, or
-goes back to the queue where somebody else can take it.
+*Ends.* New has all layers and nothing left that Old could take: both are Prefill. Old says so,
+but only when it has nothing else to do; so what is known here of New's requests counts as well.
+While Old cannot follow it is told again, `FOLLOW_TRIES` times; then the pair breaks, as it does
+with the death of a side and the failure of the load. What New has then ends there with its last
+layer, or goes back to the queue where somebody else can take it.
 """
 
 from blitzd.control.commands import CancelRequest, FollowLive, LoadModel
@@ -73,13 +74,20 @@ def tend(turn: Turn) -> None:
     """Has Old follow, and settles pairs that are done."""
     for pair in list(turn.state.pairs.values()):
         new = turn.state.replicas[pair.new]
-        if pair.drained:
-            if new.state is S.REFACTORY_PREFILL:
-                turn.emit(ev.PairSettled(pair.id))
+        if new.state is S.REFACTORY_PREFILL and (pair.drained or not _shares(turn, new)):
+            turn.emit(ev.PairSettled(pair.id))
+        elif pair.drained:
+            continue
         elif new.blocks_total and not pair.following and turn.mono_ns >= pair.retry_ns:
             turn.emit(ev.FollowStarted(pair.id))
             sides = (pair.old, pair.old_epoch, pair.new, pair.new_epoch)
             turn.command(FollowLive(pair.id, *sides))
+
+
+def _shares(turn: Turn, new: Replica) -> bool:
+    """Whether New has anything left that Old could take."""
+    on_new = turn.state.requests_on(new.id)
+    return any(r.rest and r.state is RequestState.PREFILLING for r in on_new)
 
 
 def follow_ended(turn: Turn, ended: ev.FollowEnded) -> None:

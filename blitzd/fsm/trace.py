@@ -1,9 +1,10 @@
 """A log as a Chrome trace, the JSON that Perfetto and chrome://tracing open.
 
-Four processes: the cluster (how many requests are in which state), replicas (a track each,
+Five processes: the cluster (how many requests are in which state), replicas (a track each,
 a span for each state), links (a track for each source and target and as many beside it
-as transfers run at once, since the spans of a track must not overlap), and requests (a
-track each, a span for each phase). Times are microseconds since the first record.
+as transfers run at once, since the spans of a track must not overlap), requests (a
+track each, a span for each phase), and layers (of a load those that come, of a live pair who
+runs which of a request; see `trace_layers`). Times are microseconds since the first record.
 
 The format: Trace Event Format, Google, "JSON Object Format"; phases X (complete span),
 i (instant), C (counter) and M (metadata).
@@ -20,13 +21,20 @@ from blitzd.fsm.link import Lease
 from blitzd.fsm.state import Key
 from blitzd.fsm.story import ENDS
 from blitzd.fsm.timeline import Timeline
+from blitzd.fsm.trace_layers import LayerSpans
 from blitzd.fsm.watched import WatchedState
 
 TraceEvent = dict[str, Any]
 
-CLUSTER, REPLICAS, LINKS, REQUESTS = 1, 2, 3, 4
-PROCESSES = {CLUSTER: "cluster", REPLICAS: "replicas", LINKS: "links", REQUESTS: "requests"}
-COUNTED = ("queued", "prefilling", "migrating", "decoding")
+CLUSTER, REPLICAS, LINKS, REQUESTS, LAYERS = 1, 2, 3, 4, 5
+PROCESSES = {
+    CLUSTER: "cluster",
+    REPLICAS: "replicas",
+    LINKS: "links",
+    REQUESTS: "requests",
+    LAYERS: "layers",
+}
+COUNTED = ("queued", "prefilling", "relayed", "migrating", "decoding")
 INSTANTS: tuple[type[Payload], ...] = (
     ev.WorkerLost,
     ev.LoadFailed,
@@ -58,6 +66,7 @@ class Tracer:
         self._tracks_made = 0
         self._lanes: dict[str, list[int | None]] = {}
         """Link -> the lease that each of its tracks carries now."""
+        self._layers = LayerSpans()
         self._counts: Counter[str] = Counter()
         self._new: list[TraceEvent] = []
         for process, name in PROCESSES.items():
@@ -74,6 +83,9 @@ class Tracer:
         for key in self._state.take(record):
             self._follow(key, record)
         payload = record.payload
+        for span in self._layers.take(record, self._state, self._now_us):
+            track = self._track(LAYERS, span.track)
+            self._span(LAYERS, _Span(track, span.name, span.begin_us, span.args), {})
         if isinstance(payload, INSTANTS):
             self._instant(payload)
         new, self._new = self._new, []
@@ -149,14 +161,17 @@ class Tracer:
             self._open[key] = _Span(track, name, self._now_us, args)
 
     def _end(self, key: tuple[int, str | int], args: dict[str, Any]) -> None:
-        span = self._open.pop(key)
+        self._span(key[0], self._open.pop(key), args)
+
+    def _span(self, process: int, span: _Span, args: dict[str, Any]) -> None:
+        """It ends now."""
         self._new.append(
             {
                 "name": span.name,
                 "ph": "X",
                 "ts": span.begin_us,
                 "dur": self._now_us - span.begin_us,
-                "pid": key[0],
+                "pid": process,
                 "tid": span.track,
                 "args": span.args | args,
             }

@@ -296,6 +296,21 @@ def test_a_series_has_a_row_for_each_interval(replay: Any, log: Path, tmp_path: 
     assert {path.name for path in tmp_path.iterdir()} == {"series.csv", "state"}
 
 
+def test_a_live_pair_is_drawn(replay: Any) -> None:
+    pairs = current("pairs")
+    shown = replay(pairs, "--pair", 1, "--json").json
+    drawn = replay(pairs, "--pair", 1).out.splitlines()
+    assert drawn[0].startswith(f"pair 1: {shown['new']} loads, {shown['old']} finishes for it")
+    rows = [line for line in drawn if line.split()[0].isdigit() and " on new" in line]
+    assert [int(row.split()[0]) for row in rows] == [r["id"] for r in shown["requests"]]
+    assert rows, "no request in that pair"
+    for row, request in zip(rows, shown["requests"], strict=True):
+        sides = {part["side"] for part in request["parts"]}
+        assert ("n" in row.split()[1], "O" in row.split()[1]) == ("new" in sides, "old" in sides)
+    refused = replay(pairs, "--pair", 99)
+    assert refused.code == 1 and "no pair 99 in this log; it has 1" in refused.err
+
+
 def test_deciding_again(replay: Any, log: Path) -> None:
     shown = replay(log, "--redecide", "--json").json
     assert shown["turns"] == len(TURNS)

@@ -12,7 +12,7 @@ import pytest
 from blitzd.cli import status, verbs
 from blitzd.cli.admin_client import Where
 from blitzd.events import types as ev
-from blitzd.node.face import Drain, Restart
+from blitzd.node.face import Drain, GoLive, Restart
 from blitzd.node.paths import publish_admin_socket
 from tests.cli.operated_node import OperatedNode, soon
 from tests.control.harness import MS, Harness
@@ -192,6 +192,29 @@ def test_scale_can_name_who_goes(node: OperatedNode, server: Served) -> None:
 def test_mutate_waits_for_the_role(node: OperatedNode, server: Served) -> None:
     assert verbs.mutate("r2", "prefill", wait=True, timeout=20, where=at(server)) == 0
     assert node.world.replica("r2").state == "Prefill"
+
+
+def test_live_waits_until_both_are_prefill_replicas(node: OperatedNode, server: Served) -> None:
+    timer = soon(server, lambda: node.act(end_pair))
+    assert verbs.live("r3", old="r0", wait=True, timeout=20, where=at(server)) == 0
+    timer.join()
+    assert node.commands == [GoLive("r3", "r0")]
+    assert {node.world.replica(r).state for r in ("r0", "r3")} == {"Prefill"}
+
+
+def end_pair(world: Harness) -> None:
+    world.feed(ev.LoadMoved("r3", 1, 0, 30, 1, 1000, "r1", 64, 64))
+    world.load("r3")
+    world.feed(ev.FollowEnded(world.replica("r3").pair_id, "r0", 1, 0))
+
+
+def test_a_pair_that_breaks_is_no_success_and_says_why(
+    node: OperatedNode, server: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timer = soon(server, lambda: node.feed(ev.WorkerExited("r0", 1, "killed by SIGKILL")))
+    assert verbs.live("r3", old="r0", wait=True, timeout=20, where=at(server)) == 1
+    timer.join()
+    assert "blitzd live: replica r0 was lost" in capsys.readouterr().err
 
 
 def test_status_shows_pairs(

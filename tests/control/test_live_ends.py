@@ -194,7 +194,6 @@ def test_counts_do_not_take_a_side_away() -> None:
     events = world.feed(ev.ScaleRequested(1, 1))
     assert [type(e) for e in events] == [ev.ScaleSet]
     world.load("r2")
-    world.followed(1)
     world.after(1)
     prefills = world.state.in_states(S.PREFILL)
     assert len(prefills) == 1, "once it has settled one is too many"
@@ -221,7 +220,6 @@ def test_half_of_the_kv_on_one_that_becomes_the_only_decode() -> None:
     world.arrive(1)
     world.relayed(1, 7)
     world.load("r2")
-    world.followed(1)
     world.feed(ev.WorkerExited("r1", 1, "killed"))
     world.first_token(1)
     world.sent[1] = 1
@@ -229,3 +227,21 @@ def test_half_of_the_kv_on_one_that_becomes_the_only_decode() -> None:
     only(events, ev.RequestResumed)
     only(events, ev.MutationFinished)
     served(world, 1)
+
+
+def test_new_serves_as_soon_as_nothing_is_left_to_take_however_busy_old_is() -> None:
+    """Old asks for more when it is idle; under load it is not, and would never hear that New has
+    nothing."""
+    world = paired()
+    world.arrive(1)
+    world.load("r2")
+    assert world.replica("r2").state is S.REFACTORY_PREFILL
+    world.arrive(2)
+    assert world.state.requests[2].source == "r0"
+    only(world.first_token(1), ev.PairSettled)
+    assert {world.replica(name).state for name in ("r0", "r2")} == {S.PREFILL}
+    world.arrive(3)
+    assert (world.state.requests[3].source, world.state.requests[3].rest) == ("r2", "")
+    [late] = world.feed(ev.FollowEnded(1, "r0", 1, 0))
+    assert isinstance(late, ev.StaleNoticeIgnored)
+    assert refold(world.log).hash() == world.state.hash()

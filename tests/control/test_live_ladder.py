@@ -32,7 +32,6 @@ def test_a_prefill_that_is_raised_goes_live_beside_the_one_that_serves() -> None
     assert world.state.feeding() == {"r1"}
     world.moved("r2")
     world.load("r2")
-    world.followed(1)
     assert {r.id for r in world.state.in_states(S.PREFILL)} == {"r0", "r2"}
     assert world.state.feeding() == set()
     assert refold(world.log).hash() == world.state.hash()
@@ -122,7 +121,6 @@ def test_a_decode_replica_is_had_at_once_from_a_prefill_and_its_successor_goes_l
     assert only(events, ev.PairOpened).old == "r1"
     assert world.replica("r0").state is S.DECODE, "it had nothing to finish"
     world.load("r3")
-    world.followed(1)
     assert len(world.state.in_states(S.PREFILL)) == len(world.state.in_states(S.DECODE)) == 2
     assert kinds(world.after(1000)) == []
 

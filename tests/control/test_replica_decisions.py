@@ -228,6 +228,8 @@ def test_08_aus_prefill_opens_when_what_it_decodes_has_ended() -> None:
 
 def test_10_a_new_prefill_with_all_layers_is_refactory() -> None:
     world = paired()
+    world.moved("r2")
+    world.arrive(1)
     world.load("r2")
     assert world.replica("r2").state is ReplicaState.REFACTORY_PREFILL
     assert world.replica("r0").state is ReplicaState.OLD_PREFILL
@@ -235,6 +237,8 @@ def test_10_a_new_prefill_with_all_layers_is_refactory() -> None:
 
 def test_11_and_12_a_drained_pair_settles_as_one_event() -> None:
     world = paired()
+    world.moved("r2")
+    world.arrive(1)
     world.load("r2")
     events = world.followed(1)
     assert [type(e) for e in events] == [ev.FollowStopped, ev.PairSettled]

@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from blitzd.events import LogReader
+from blitzd.events import LogReader, types as ev
 from blitzd.events.record import Record
 from blitzd.fsm import ClusterState
-from blitzd.fsm.trace import COUNTED, LINKS, PROCESSES, REPLICAS, REQUESTS, Tracer
+from blitzd.fsm.pair_story import PairTeller
+from blitzd.fsm.trace import COUNTED, LAYERS, LINKS, PROCESSES, REPLICAS, REQUESTS, Tracer
 from blitzd.fsm.watched import WatchedState
 from tests.control.harness import MS, Harness
 from tests.corpus import corpus
@@ -135,3 +136,69 @@ def test_counts_are_those_of_the_fold() -> None:
     for request in ClusterState.decode(state.encode()).requests.values():
         by_state[request.state.value] += 1
     assert counts[-1] == by_state
+
+
+def live() -> list[Record]:
+    """Request 1 goes to r2, which loads, and then to r0; request 2 ends on r2; 3 leaves."""
+    world = Harness().serving("prefill", "decode", "spare")
+    world.feed(ev.LivePairRequested("r2", "r0"))
+
+    def loaded(layers: int) -> None:
+        world.now += 10 * MS
+        world.feed(ev.LoadMoved("r2", 1, layers, 3, 100 + 300 * layers, 1000, "r1", 64, 64))
+
+    for layers in (0, 1):
+        loaded(layers)
+    for request_id in (1, 2, 3):
+        world.arrive(request_id)
+    loaded(2)
+    world.feed(ev.Relayed("r2", 1, 1, 0, 2))
+    world.feed(ev.ClientLeft(3))
+    world.now += 4 * MS
+    world.feed(ev.FirstTokenProduced("r0", 1, 1))
+    loaded(3)
+    world.feed(ev.FirstTokenProduced("r2", 1, 2))
+    world.now += 1 * MS
+    world.feed(ev.LoadEnded("r2", 1, "digest", "r1", 3, 1000, 64, 64))
+    world.feed(ev.FollowEnded(1, "r0", 1, 1))
+    return world.log
+
+
+def test_layers_that_come_and_who_has_which_of_a_request() -> None:
+    events = trace(live())
+    names = tracks(events)
+    spans: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X" and event["pid"] == LAYERS:
+            spans[names[LAYERS, event["tid"]]].append((event["name"], event["dur"]))
+    assert spans["r2 gets"] == [
+        ("embedding", 10_000),
+        ("layer 0", 10_000),
+        ("layer 1", 10_000),
+        ("layer 2", 14_000),
+        ("head", 1000),
+    ]
+    assert spans["r2 prefills"] == [("1: layers 0 to 1", 10_000)]
+    assert spans["r0 prefills"] == [("1: layers 2 to end", 4000)]
+    assert spans["r2 prefills #2"] == [("2: layers 0 to end", 24_000)]
+    assert spans["r2 prefills #3"] == [("3: layers 0 to end, broken off", 10_000)]
+    assert set(spans) >= {"r2 gets", "r2 prefills", "r0 prefills"}
+
+
+def test_the_story_of_a_pair() -> None:
+    state, teller = WatchedState(), PairTeller(1)
+    for record in live():
+        state.take(record)
+        teller.see(record, state)
+    story = teller.story
+    assert (story.new, story.old, story.end) == ("r2", "r0", "settled")
+    assert [round(at / 1000) for at in story.layers_us] == [20, 30, 44]
+    parts = {
+        request.id: [(part.side, part.first, part.last) for part in request.parts]
+        for request in story.requests
+    }
+    assert parts == {
+        1: [("new", 0, 2), ("old", 2, None)],
+        2: [("new", 0, None)],
+        3: [("new", 0, None)],
+    }

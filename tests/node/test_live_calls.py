@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
+import anyio
 import pytest
 from grpclib.const import Status
 from grpclib.exceptions import GRPCError
@@ -14,10 +15,12 @@ from blitzd.events import types as ev
 from blitzd.node.config import NodeConfig
 from blitzd.node.face import GenerateRequest
 from blitzd.node.live import LiveRequest
+from blitzd.node.wire_ids import wire_id
 from blitzd.node.worker import Home
 from blitzd.node.worker_calls import WorkerCalls
 from blitzd.node.workers import WorkerPool
 from blitzd.proto.blitzd.engine import v1 as pb
+from tests.node.driven import World, run
 from tests.node.pools import Kept, nothing
 
 
@@ -144,3 +147,61 @@ def test_a_live_load_says_its_blocks_from_the_start(tmp_path: Path) -> None:
         assert (moved.block_tokens, moved.blocks_total) == (64, 9)
 
     asyncio.run(scenario())
+
+
+# What the workers report.
+
+
+async def live(world: World) -> LiveRequest:
+    """A request granted to r2, which loads; r0 finishes for it."""
+    await anyio.sleep(0.1)
+    await world.serve()
+    await world.driver.post(ev.LivePairRequested("r2", "r0"))
+    await world.driver.post(ev.LoadMoved("r2", 1, 0, 2, 1, 9, "r1", 64, 64))
+    await anyio.sleep(0.01)
+    one = await world.driver.generate(GenerateRequest(prompt_tokens=(1,), max_tokens=9))
+    await anyio.sleep(0.01)
+    assert world.core.state.requests[one.request_id].source == "r2"
+    return one
+
+
+def report(one: LiveRequest, attempt: int = 0, **rows: Any) -> pb.StepReport:
+    """Of a step that made a token, unless `rows` says otherwise."""
+    token = {"token_ids": [9], "texts": ["x"], "finish": [pb.FinishReason.HELD]}
+    ids = [wire_id(one.request_id, attempt)]
+    return pb.StepReport(**{"request_ids": ids, **token, **rows})
+
+
+def test_old_makes_the_first_token_of_what_new_was_given() -> None:
+    """And says with it that it went on with the request; New has not said so yet."""
+
+    async def scenario(world: World) -> None:
+        one = await live(world)
+        stale = world.core.state.node.tallies.get("stale_notices", 0)
+        relayed = {"relayed_ids": [wire_id(one.request_id, 0)], "relayed_layers": [1]}
+        await world.driver.deliver("r0", 1, report(one, **relayed))
+        await anyio.sleep(0.01)
+        assert one.output == [9]
+        [command] = [c for c, _ in world.workers.done if isinstance(c, cmd.ImportKv)]
+        assert (command.source, command.rest, command.split_layer) == ("r2", "r0", 1)
+        assert world.core.state.node.tallies.get("stale_notices", 0) == stale
+
+    run(scenario, roles=("prefill", "decode", "spare"))
+
+
+def test_what_a_stranger_or_an_earlier_attempt_says_goes_nowhere() -> None:
+    async def scenario(world: World) -> None:
+        one = await live(world)
+        await world.driver.deliver("r1", 1, report(one))
+        await world.driver.deliver("r0", 2, report(one))
+        await world.driver.deliver("r0", 1, report(one, attempt=1))
+        ids = [wire_id(one.request_id, 1)]
+        rows: dict[str, Any] = {"relayed_ids": ids, "relayed_layers": [1], "request_ids": []}
+        rows |= {"token_ids": [], "texts": [], "finish": []}
+        await world.driver.deliver("r2", 1, report(one, **rows))
+        await anyio.sleep(0.01)
+        assert one.output == []
+        assert world.core.state.requests[one.request_id].source == "r2"
+        assert not [r for r in world.disk.records if isinstance(r.payload, ev.RequestRelayed)]
+
+    run(scenario, roles=("prefill", "decode", "spare"))
