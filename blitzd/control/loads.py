@@ -70,8 +70,8 @@ def from_peers(turn: Turn, replica: Replica) -> tuple[str, Upstream] | None:
     """(rung, whom) it can get weights from over one link; None: nobody."""
     for rung in RUNGS:
         if rung.from_peers and not is_off(turn.policy, rung.name):
-            found = rung.find(turn, [replica]).get(replica.id)
-            if found is not None and not found.shards:
+            found = rung.find(turn, [replica]).get(replica.id, Given())
+            if found.peers and not found.shards:
                 return rung.name, found.peers
     return None
 

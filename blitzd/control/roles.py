@@ -156,10 +156,7 @@ def live_pair_requested(turn: Turn, wanted: ev.LivePairRequested) -> None:
     old = named(turn, "live", wanted.old)
     if new is None or old is None:
         return
-    if new.state is not S.INACTIVE or new.worker != "attached" or new.cordoned:
-        reason = f"it is {new.state} with worker {new.worker}; an inactive one can go live"
-        if new.cordoned:
-            reason = "it is drained; undrain it first"
+    if reason := _cannot_go_live(new):
         refuse(turn, "live", new.id, reason)
     elif old.state is not S.PREFILL or not pairs.may_be_old(old):
         reason = f"it is {old.state}; a Prefill can finish for another"
@@ -171,7 +168,19 @@ def live_pair_requested(turn: Turn, wanted: ev.LivePairRequested) -> None:
         refuse(turn, "live", new.id, reason)
     else:
         rung, upstream = found
+        left = "" if new.stands_in else new.role
         pairs.open_pair(turn, new, old, upstream, rung)
+        scaling.follow(turn, left, "prefill")
+
+
+def _cannot_go_live(replica: Replica) -> str:
+    if replica.state is not S.INACTIVE or replica.worker != "attached":
+        return f"it is {replica.state} with worker {replica.worker}; an inactive one can go live"
+    if replica.cordoned:
+        return "it is drained; undrain it first"
+    if replica.role not in ("spare", "prefill"):
+        return f"it is to be {replica.role}; a spare or a prefill replica can go live"
+    return ""
 
 
 # What follows by itself.

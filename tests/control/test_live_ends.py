@@ -189,6 +189,26 @@ def test_no_command_takes_one_side_away(command: object, side: str) -> None:
     assert "half of a live pair, until that settles" in refused.reason
 
 
+def test_counts_follow_a_spare_that_an_operator_has_go_live() -> None:
+    world = Harness().serving("prefill", "decode", "spare")
+    world.feed(ev.ScaleRequested(1, 1))
+    only(world.feed(ev.LivePairRequested("r2", "r0")), ev.ScaleSet)
+    world.load("r2")
+    world.followed(1)
+    world.after(1)
+    assert len(world.state.in_states(S.PREFILL)) == 2
+
+
+def test_who_is_to_decode_does_not_go_live() -> None:
+    world = Harness().serving("prefill", "decode", "spare")
+    world.feed(ev.RoleRequested("r2", "decode"))
+    for _ in range(2):
+        world.feed(ev.LoadEnded("r2", 1, "", "map", 30, 0, 64, 0, "digest differs"))
+    assert world.replica("r2").state is S.INACTIVE
+    refused = only(world.feed(ev.LivePairRequested("r2", "r0")), ev.CommandRefused)
+    assert refused.reason == "it is to be decode; a spare or a prefill replica can go live"
+
+
 def test_counts_do_not_take_a_side_away() -> None:
     world = paired()
     events = world.feed(ev.ScaleRequested(1, 1))
