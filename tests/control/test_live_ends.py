@@ -194,7 +194,6 @@ def test_counts_follow_a_spare_that_an_operator_has_go_live() -> None:
     world.feed(ev.ScaleRequested(1, 1))
     only(world.feed(ev.LivePairRequested("r2", "r0")), ev.ScaleSet)
     world.load("r2")
-    world.followed(1)
     world.after(1)
     assert len(world.state.in_states(S.PREFILL)) == 2
 
