@@ -92,6 +92,9 @@ def _(state: ClusterState, event: ev.RequestRelayed, record: Record) -> None:
     fold_plan.granted(state, rest, record.mono_ns)
     request.state, request.relayed_ns = relayed, record.mono_ns
     request.split_layer = event.layers
+    count(state, "relays")
+    count(state, "relayed_layers_new", event.layers)
+    count(state, "relayed_layers_old", rest.layers_total - event.layers)
     if not event.layers:
         request.source, request.source_epoch = request.rest, request.rest_epoch
         request.source_blocks = request.rest_blocks

@@ -67,8 +67,8 @@ def move(replica: Replica, trigger: str, record: Record) -> None:
         replica.cause_seq = record.cause
 
 
-def count(state: ClusterState, what: str) -> None:
-    state.node.tallies[what] = state.node.tallies.get(what, 0) + 1
+def count(state: ClusterState, what: str, times: int = 1) -> None:
+    state.node.tallies[what] = state.node.tallies.get(what, 0) + times
     state.touch("node", 0)
 
 

@@ -23,7 +23,10 @@ from blitzd.fsm.table import LOADING, ReplicaState
 
 HASH_MODULUS = 1 << 256
 
-COUNTED = ("stale_notices", "link_faults", "kv_mismatches", "audits_failed", "invariants_broken")
+COUNTED = (
+    *("stale_notices", "link_faults", "kv_mismatches", "audits_failed", "invariants_broken"),
+    *("relays", "relayed_layers_new", "relayed_layers_old"),
+)
 """Tallies that `/admin/state` shows beside the ends of requests."""
 
 

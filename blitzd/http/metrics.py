@@ -60,6 +60,7 @@ _NODE_COUNTERS = (
     ("kv_mismatches", "kv_mismatches", "Hand-overs whose KV was not what the source has"),
     ("audit_failures", "audits_failed", "Times that an idle worker held what nobody needs"),
     ("invariants_broken", "invariants_broken", "Times that the state did not add up"),
+    ("relays", "relays", "Prefills that the other replica of a live pair went on with"),
 )
 
 
@@ -163,6 +164,14 @@ def _replica_metrics(state: dict[str, Any]) -> Iterator[Metric]:
     yield gauge("blitzd_links_cooling", "Links that nothing goes over for a while", cooling)
     for name, key, documentation in _NODE_COUNTERS:
         yield CounterMetricFamily(f"blitzd_{name}", documentation, value=state["node"][key])
+    yield gauge("blitzd_live_pairs", "Replicas that serve while they load", len(state["pairs"]))
+    sides = ("new", "old")
+    yield counters(
+        "blitzd_relayed_layers_total",
+        "Layers of relayed prefills, by the side of the pair that ran them",
+        ["side"],
+        [((side,), state["node"][f"relayed_layers_{side}"]) for side in sides],
+    )
 
 
 def _plan_metrics(plan: dict[str, Any]) -> Iterator[Metric]:

@@ -153,6 +153,7 @@ class ScriptedNode:
             "faulty_links": [],
             "agents": [],
             "topology": [],
+            "pairs": [{"id": 1, "new": "p0", "old": "d0"}],
             "node": dict.fromkeys(COUNTED, 0),
             "plan": plan_json(ClusterState()),
         }

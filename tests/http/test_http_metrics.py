@@ -181,3 +181,23 @@ def test_flows_are_told_by_replica_and_by_link() -> None:
         )
         assert samples[f"blitzd_network_link_flows[{labels}]"] == count
     assert samples["blitzd_network_link_bytes_per_second[('link', 'e0'), ('node', 'b')]"] == 10**9
+
+
+def test_live_pairs_and_who_ran_which_layers() -> None:
+    world = Harness().serving("prefill", "decode", "spare")
+    world.feed(ev.LivePairRequested("r2", "r0"))
+    world.moved("r2")
+    for request_id, layers in ((1, 7), (2, 0)):
+        world.arrive(request_id)
+        world.relayed(request_id, layers)
+
+    class Paired(ScriptedNode):
+        def state(self) -> dict[str, Any]:
+            return super().state() | world.state.to_json()
+
+    with served(Paired()) as server:
+        samples = scrape(server)
+    assert samples["blitzd_live_pairs"] == 1
+    assert samples["blitzd_relays_total"] == 2
+    assert samples["blitzd_relayed_layers_total[('side', 'new')]"] == 7
+    assert samples["blitzd_relayed_layers_total[('side', 'old')]"] == 23 + 30
