@@ -65,9 +65,15 @@ class NodesWorld(World):
     def __init__(self, seed: int, verbose: bool = False) -> None:
         super().__init__(seed, verbose)
         self.plan = NodesScenario.draw(self.random)
+        offers = self.plan.offers
+        self.described = seed % 3 == 2
+        """What joins the nodes is in the configuration."""
+        if self.described:
+            # Of described links, several at once: these can be had in shards.
+            offers = (("spare",) * 3, *offers[1:])
         self.nodes = {
             name: VirtualNode(name, tuple((f"{name}.r{i}", role) for i, role in enumerate(roles)))
-            for name, roles in zip("bcd", self.plan.offers, strict=False)
+            for name, roles in zip("bcd", offers, strict=False)
         }
         self.wire = Wire()
         self.boots = 0
@@ -123,13 +129,19 @@ class NodesWorld(World):
         policy = self.scenario.policy(self.seed).pairs()
         mine = self.scenario.replicas
         adopted = workers.adopt_here(state)
-        boot = ev.Booted(self.boots, "test", "local", mine, policy, CORE_VERSION, adopted)
+        links = self._links() if self.described else ()
+        boot = ev.Booted(self.boots, "test", "local", mine, policy, CORE_VERSION, adopted, links)
         controller = Controller(driver, driver.post)
         controller.mute |= {(replica, epoch) for replica, epoch, _ in adopted}
         controller.expect(state, anyio.current_time())
         self.wire.controller = controller
         tasks.start_soon(self._live, driver, workers, boot)
         tasks.start_soon(workers.leases, controller)
+
+    def _links(self) -> tuple[ev.NodeLinks, ...]:
+        """So many of each node that weights may come in shards."""
+        names = sorted({"local", *self.nodes})
+        return tuple(ev.NodeLinks(name, ("e0", "e1", "e2", "e3"), 10**9) for name in names)
 
     async def _live(self, driver: Driver, workers: NodeWorkers, boot: ev.Booted) -> None:
         with anyio.CancelScope() as self._life:
@@ -178,8 +190,22 @@ class NodesWorld(World):
         await self._restore()
 
     async def _operate(self, driver: Any) -> None:
+        if self.described:
+            await self._scale_out()
         await super()._operate(driver)
         await self._restore()
+
+    async def _scale_out(self) -> None:
+        """A node of spares at once, and back to without weights."""
+        spares = [offer for node in self.nodes.values() for offer in node.offers]
+        for _ in range(3):
+            await anyio.sleep(self.random.expovariate(0.5))
+            for replica_id, role in spares:
+                if role == "spare":
+                    await self.wire.post(ev.RoleRequested(replica_id, role))
+                    await self.wire.post(ev.DeactivateRequested(replica_id))
+            await self.wire.post(ev.ScaleRequested(1, 6))
+            await anyio.sleep(self.random.expovariate(1.0))
 
     async def _restore(self) -> None:
         """What operators want in the end, whatever a controller that died has not heard."""
@@ -187,7 +213,7 @@ class NodesWorld(World):
         for replica_id, role in (*self.scenario.replicas, *offered):
             await self.wire.post(ev.UndrainRequested(replica_id))
             await self.wire.post(ev.RoleRequested(replica_id, role))
-        if self.scenario.commands or self.scenario.autoscale:
+        if self.scenario.commands or self.scenario.autoscale or self.described:
             roles = Counter(role for _, role in (*self.scenario.replicas, *offered))
             await self.wire.post(ev.ScaleRequested(roles["prefill"], roles["decode"]))
 

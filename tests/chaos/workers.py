@@ -43,16 +43,14 @@ class VirtualWorker:
     slowness: float = 1.0
     holdings: dict[int, int] = field(default_factory=dict)
     """Id of an attempt -> KV blocks: all that a worker could leak."""
-
     made: dict[int, int] = field(default_factory=dict)
     """Id of an attempt -> output tokens that it has been given or has made: what its KV is of."""
-
     to_hold: set[int] = field(default_factory=set)
     """Those that are to stop decoding after their next token."""
-
     halves: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Id of an attempt -> layers [first, last) whose KV is here, of those that two share."""
-
+    dry: bool = False
+    """It loads, and has no peers left."""
     live: Live | None = None
     computing: int = 0
     """Prompts that are being computed in one go."""
@@ -110,7 +108,7 @@ class VirtualWorkers:
                 if live is not None and live.runs(command.attempt):
                     self._run(command, self._go_on, Job(live))
             case cmd.LoadModel():
-                self._run(command, self._load, command.peers, command.live)
+                self._run(command, self._load, command)
             case cmd.FollowLive():
                 old = cmd.ReleaseKv(command.old, command.old_epoch, 0)
                 self._run(old, self.live.follow, command)
@@ -234,9 +232,8 @@ class VirtualWorkers:
 
     # Commands.
 
-    async def _load(
-        self, worker: VirtualWorker, peers: tuple[tuple[str, int], ...], live: bool
-    ) -> None:
+    async def _load(self, worker: VirtualWorker, command: cmd.LoadModel) -> None:
+        peers, live = command.peers, command.live
         on = (worker.replica, worker.epoch)
         asked, source, reason = list(peers), "map", ""
         blocks = (BLOCK_TOKENS, BLOCKS) if live else (0, 0)
@@ -247,8 +244,11 @@ class VirtualWorkers:
             while asked and not self._gives(*asked[0]):
                 asked.pop(0)
             if peers and not asked:
-                reason = "no peer has the weights any more"
-                break
+                # Another of the domain, which brings a shard, may bring all of them.
+                worker.dry = True
+                if not any(self._gives(*a) and not self.workers[a].dry for a in command.shards):
+                    reason = "no peer has the weights any more"
+                    break
             source = asked[0][0] if asked else "map"
             moved = ev.LoadMoved(*on, layers, LAYERS, layers * 10, LAYERS * 10, source, *blocks)
             if live and worker.live is None:
