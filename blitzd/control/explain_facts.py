@@ -158,6 +158,8 @@ def _lease_facts(lease: Lease, now_ns: int) -> Facts:
         "id": lease.id,
         "request": lease.request_id,
         "source": f"{lease.source}/{lease.source_epoch}",
+        "rest": f"{lease.rest}/{lease.rest_epoch}" if lease.rest else "",
+        "split_layer": lease.split_layer,
         "target": f"{lease.target}/{lease.target_epoch}",
         "age_ms": (now_ns - lease.opened_ns) / 1e6,
         "left_ms": (lease.expires_ns - now_ns) / 1e6,

@@ -123,7 +123,8 @@ def kv_leaves(turn: Turn, givers: Sequence[Replica]) -> set[str]:
     now, as that of a decode which shuts does."""
     if turn.policy.ladder_prefills_give:
         return set()
-    leaving = {lease.source for lease in turn.state.leases.values()}
+    leases = turn.state.leases.values()
+    leaving = {source for lease in leases for source in (lease.source, lease.rest)}
     return {r.id for r in givers if r.state in KV_LEAVES or r.id in leaving}
 
 

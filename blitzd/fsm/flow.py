@@ -46,8 +46,9 @@ class Way(NamedTuple):
 def open_flows(state: "ClusterState") -> list[Flow]:
     """In order of leases, then of the replicas that load."""
     kv = [
-        Flow(lease.source, lease.target, "kv", lease.bytes_moved, 0, lease.id)
+        Flow(source, lease.target, "kv", moved, 0, lease.id)
         for lease in state.leases.values()
+        for source, moved in _parts(state, lease, lease.bytes_moved)
     ]
     weights = [
         Flow(source.id, replica.id, "weights", replica.bytes_loaded, replica.bytes_total, 0)
@@ -91,7 +92,18 @@ def traffic(state: "ClusterState") -> Counter[tuple[Way, str]]:
 
 def kv_moved(state: "ClusterState", lease: Lease, count: int) -> None:
     _add(state, lease.target, "kv_in", count)
-    _add(state, lease.source, "kv_out", count)
+    for source, moved in _parts(state, lease, count):
+        _add(state, source, "kv_out", moved)
+
+
+def _parts(state: "ClusterState", lease: Lease, count: int) -> list[tuple[str, int]]:
+    """Who gives how much of `count` bytes: of two that share the layers, each its share, since
+    every layer's KV has the same size."""
+    if not lease.rest:
+        return [(lease.source, count)]
+    layers = state.replicas[lease.target].layers_total
+    first = count * lease.split_layer // layers
+    return [(lease.source, first), (lease.rest, count - first)]
 
 
 def weights_moved(state: "ClusterState", replica: Replica, arrived: int) -> None:

@@ -16,6 +16,7 @@ import msgspec
 from blitzd.events import types as ev
 from blitzd.events.record import Record
 from blitzd.fsm.entities import Request
+from blitzd.fsm.index import BEING_PREFILLED
 from blitzd.fsm.replaying import replay_one
 from blitzd.fsm.request import RequestState
 from blitzd.fsm.state import ClusterState
@@ -160,7 +161,7 @@ class Series:
         row.loading_replicas = len(state.in_states(*LOADING))
         row.queued_requests = index.requests[RequestState.QUEUED]
         row.queued_tokens = index.tokens[RequestState.QUEUED]
-        row.prefilling_requests = index.requests[RequestState.PREFILLING]
+        row.prefilling_requests = sum(index.requests[state] for state in BEING_PREFILLED)
         row.migrating_requests = index.requests[RequestState.MIGRATING]
         row.decoding_requests = index.requests[RequestState.DECODING]
         row.kv_blocks = index.reserved.total()
@@ -176,7 +177,7 @@ class Series:
         if type(event) is ev.PrefillFinished:
             self._prompt_ready(request, record.mono_ns)
         elif type(event) is ev.RequestFinished:
-            if request.state is RequestState.PREFILLING:  # with its only token
+            if request.state in BEING_PREFILLED:  # with its only token
                 self._prompt_ready(request, record.mono_ns)
             self._spread(request.id, event.output_tokens, record.mono_ns)
             row.finished_requests += 1

@@ -209,3 +209,16 @@ def test_a_link_that_breaks_under_two_parts_rests_on_both_sides() -> None:
     assert request.target not in ("", target)
     world.imported(1)
     assert world.request_state(1) is RequestState.DECODING
+
+
+def test_the_kv_of_two_parts_is_counted_where_it_leaves() -> None:
+    world = paired()
+    world.arrive(1)
+    world.relayed(1, 12)
+    world.first_token(1)
+    lease = world.state.requests[1].lease_id
+    links = [(k["source"], k["target"]) for k in world.state.to_json()["links"]]
+    assert links[:2] == [("r0", "r1"), ("r2", "r1")]
+    world.feed(ev.ImportEnded(lease, 3000, 9))
+    totals = {r: (world.replica(r).kv_out, world.replica(r).kv_in) for r in ("r0", "r1", "r2")}
+    assert totals == {"r0": (1800, 0), "r1": (0, 3000), "r2": (1200, 0)}
