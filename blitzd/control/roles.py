@@ -231,9 +231,9 @@ def _open_prefill(turn: Turn, replica: Replica) -> None:
 
 
 def _open_alone(turn: Turn, replica: Replica) -> None:
-    """A new one whose old is gone has nobody to drain with."""
+    """A new one whose old is gone has nobody to drain with, and all layers for what it has."""
     if not replica.pair_id:
-        _open_prefill(turn, replica)
+        turn.emit(ev.PrefillOpened(replica.id, replica.epoch))
 
 
 def _finish_mutation(turn: Turn, replica: Replica) -> None:

@@ -259,7 +259,8 @@ class RoleAssigned(Payload, frozen=True, array_like=True):
 
 @record_type(137, Kind.EVENT, Durability.ACK)
 class PrefillOpened(Payload, frozen=True, array_like=True):
-    """What a replica decoded has ended; it takes prompts from here on."""
+    """What a replica decoded has ended, or it is left of a live pair and has all layers; it takes
+    prompts from here on."""
 
     replica: str
     epoch: int

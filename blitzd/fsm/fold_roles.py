@@ -147,8 +147,11 @@ def _(state: ClusterState, event: ev.MutationFinished, record: Record) -> None:
 @folds(ev.PrefillOpened)
 def _(state: ClusterState, event: ev.PrefillOpened, record: Record) -> None:
     replica = replica_of(state, event.replica, event.epoch)
-    require_idle(state, replica)
-    move(replica, "settle" if replica.state is ReplicaState.REFACTORY_PREFILL else "open", record)
+    if replica.state is ReplicaState.REFACTORY_PREFILL:
+        move(replica, "settle", record)
+    else:
+        require_idle(state, replica)
+        move(replica, "open", record)
     state.touch("replica", replica.id)
 
 

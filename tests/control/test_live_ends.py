@@ -53,10 +53,9 @@ def test_old_dies(world: Harness) -> None:
     assert world.request_state(1) is PREFILLING
     assert (world.state.requests[1].source, world.state.requests[1].rest) == ("r2", "")
     assert world.request_state(2) is RequestState.QUEUED, "New alone takes no more"
-    world.load("r2")
+    only(world.load("r2"), ev.PrefillOpened)
     world.first_token(1)
     world.imported(1)
-    assert world.replica("r2").state is S.PREFILL
     world.ended(1)
     for request_id in (2, 3):
         served(world, request_id)
@@ -129,9 +128,8 @@ def test_old_is_told_again_and_then_the_pair_breaks() -> None:
     world.after(1000)
     assert world.state.requests[1].source == "r0"
     world.load("r2")
-    assert world.replica("r2").state is S.REFACTORY_PREFILL
-    served(world, 2)
     assert world.replica("r2").state is S.PREFILL
+    served(world, 2)
     served(world, 1)
 
 
