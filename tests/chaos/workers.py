@@ -51,6 +51,8 @@ class VirtualWorker:
     """Id of an attempt -> layers [first, last) whose KV is here, of those that two share."""
     dry: bool = False
     """It loads, and has no peers left."""
+    importing: dict[int, int] = field(default_factory=dict)
+    """Id of an attempt -> the lease that its KV came by last."""
     live: Live | None = None
     computing: int = 0
     """Prompts that are being computed in one go."""
@@ -63,6 +65,10 @@ class VirtualWorker:
         self.holdings.clear()
         self.halves.clear()
         self.live = None
+
+    def imports(self, attempt: int, lease_id: int) -> bool:
+        """Whether that transfer goes on: it was not freed, and none has come after it."""
+        return attempt in self.holdings and self.importing[attempt] == lease_id
 
     @property
     def blocks_used(self) -> int:
@@ -331,13 +337,14 @@ class VirtualWorkers:
             await self.post(worker, refused, certain=True)
             return
         worker.holdings[job.id] = blocks
+        worker.importing[job.id] = command.lease_id
         for beat in range(self.random.choice([1, 1, 1, 4])):
             await self.pause(worker, 0.05 if beat == 0 else 0.4)
-            if job.id not in worker.holdings:
+            if not worker.imports(job.id, command.lease_id):
                 return
             if beat:
                 await self.post(worker, ev.ImportProgressed(command.lease_id, beat * 100))
-        if job.id not in worker.holdings:
+        if not worker.imports(job.id, command.lease_id):
             return
         fault = ""
         if source is None or not source.alive or source.holdings.get(job.id) is None:
