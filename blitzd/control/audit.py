@@ -2,9 +2,9 @@
 
 Workers say with every answer to Health what they hold. For one without requests in the state
 that is nothing, but for the moment that a release takes, and for connections to peers that
-live. What is still there after `audit_grace_ms` has leaked, and is taken back: requests that
-the worker names are cancelled; if that does not help, the worker is replaced, which costs
-nobody a request, since it has none.
+live, or may for all that its node can know. What is still there after `audit_grace_ms` has
+leaked, and is taken back: requests that the worker names are cancelled; if that does not
+help, the worker is replaced, which costs nobody a request, since it has none.
 """
 
 from blitzd.control import pairs
@@ -56,15 +56,23 @@ def _findings(turn: Turn, report: ev.HoldingsReported) -> str:
     ):
         if count:
             found.append(f"{count} {what}")
-    dead = [peer for peer in report.peers if not _lives(turn, peer)]
+    here = turn.state.replicas[report.replica].node
+    dead = [peer for peer in report.peers if not _lives(turn, peer, here)]
     if dead:
         found.append(f"connections to {', '.join(dead)}")
     return "; ".join(found)
 
 
-def _lives(turn: Turn, peer: str) -> bool:
+def _lives(turn: Turn, peer: str, here: str) -> bool:
+    """As far as whoever is on the node `here` can know: when another machine goes dark, nothing
+    ends the connections to it, and no worker is to blame."""
     replica_id, _, epoch = peer.rpartition("/")
     replica = turn.state.replicas.get(replica_id)
+    there = turn.state.node.name if replica is None else replica.node
+    if (node := replica_id.rpartition(".")[0]) in turn.state.agents:
+        there = node
+    if there != here:
+        return True
     return replica is not None and replica.worker != "absent" and str(replica.epoch) == epoch
 
 

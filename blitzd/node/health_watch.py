@@ -41,6 +41,7 @@ class HealthWatch:
         """Returns, with the reason, once the worker is to be ended."""
         while True:
             answer = asyncio.ensure_future(self._ask())
+            answer.add_done_callback(_look_at)
             try:
                 while not answer.done():
                     if self._silent_s >= self._silence_s:
@@ -76,3 +77,9 @@ class HealthWatch:
         began = time.monotonic()
         await wait
         self._silent_s += min(time.monotonic() - began, 2 * planned_s)
+
+
+def _look_at(answer: asyncio.Future[pb.HealthReply]) -> None:
+    """A call that is cancelled may end in an error of its connection, which nobody awaits."""
+    if not answer.cancelled():
+        answer.exception()

@@ -109,3 +109,18 @@ def test_nodes_survive_snapshots_and_replay() -> None:
     assert again.hash() == world.state.hash()
     assert again.agents["b"].epoch_floor == 1
     assert again.agents["b"].trouble == "gone"
+
+
+def test_a_machine_that_went_dark_costs_nobody_who_was_connected_to_it() -> None:
+    """Nothing ends those connections: the worker that has them leaks nothing."""
+    world = joined("decode", "decode")
+    holds = ev.HoldingsReported("r0", 1, 0, (), (), 0, 0, ("b.r0/1", "r1/1"))
+    world.feed(ev.AgentLost("b", 1, "not heard of for 10 s"))
+    world.feed(holds)
+    assert world.replica("r0").dirty_ns == 0
+    world.after(ms=10_000)
+    world.feed(holds)
+    assert world.replica("r0").worker == "attached"
+    # A peer on its own node is another matter.
+    world.feed(ev.HoldingsReported("r0", 1, 0, (), (), 0, 0, ("r1/7",)))
+    assert world.replica("r0").dirty_ns
