@@ -7,6 +7,7 @@ import msgspec
 from rich.console import Console
 
 from blitzd.cli.doctor_checks import CHECKS, Finding, Machine
+from blitzd.cli.doctor_nodes import nodes
 from blitzd.cli.options import Assignments, ConfigFile
 from blitzd.cli.settings_layers import SettingsError, load
 
@@ -38,7 +39,7 @@ def doctor(*, config: ConfigFile = None, set: Assignments = (), json: bool = Fal
     machine = Machine.of(settings)
     console = Console(highlight=False, soft_wrap=True)
     findings: list[Finding] = []
-    for check in CHECKS:
+    for check in (*CHECKS, nodes):
         for finding in check(machine):
             findings.append(finding)
             if not json:

@@ -101,7 +101,7 @@ def node_config(settings: Settings, state_dir: Path, say: Say) -> NodeConfig:
         address=settings.node.address,
         node_port=settings.node.port,
         controller=settings.node.controller,
-        tls=_tls(settings.node),
+        tls=tls_of(settings.node),
         lease_s=settings.node.lease_s,
         spawn=settings.node.spawn,
         same_node=settings.fabric.same_node,
@@ -123,7 +123,7 @@ def node_config(settings: Settings, state_dir: Path, say: Say) -> NodeConfig:
     )
 
 
-def _tls(node: NodeSettings) -> Tls:
+def tls_of(node: NodeSettings) -> Tls:
     """Raises OSError, ValueError."""
     files = (node.tls_cert, node.tls_key, node.tls_ca)
     tls = Tls(*(str(Path(file).expanduser().absolute()) if file else "" for file in files))

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import platform
+import ssl
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -22,6 +23,7 @@ from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
 import blitzd
 from blitzd.engine.layout import read_model_file
 from blitzd.fabric import channel_to
+from blitzd.fabric.endpoints import host_and_port
 from blitzd.node.agent_journal import AgentJournal, Known
 from blitzd.node.agent_workers import AgentWorkers
 from blitzd.node.config import NodeConfig
@@ -179,12 +181,12 @@ class Agent:
                 await asyncio.wait([contact])
             finally:
                 contact.cancel()
-                self.in_contact = False
+                welcomed, self.in_contact = self.in_contact, False
                 self._beats.clear()
             error = None if contact.cancelled() else contact.exception()
             if isinstance(error, ProtocolError):  # grpclib: the other side ended the stream
                 error = None
-            why = describe_failure(error) if error else "the controller ended it"
+            why = self._describe(error, welcomed)
             if why != told:
                 log.warning("out of contact", controller=self.config.controller, reason=why)
                 if not isinstance(error, EXPECTED | None):
@@ -192,6 +194,26 @@ class Agent:
             told = why
             wait_s = RETRY_S[0] if error is None else min(2 * wait_s, RETRY_S[1])
             await asyncio.sleep(wait_s)
+
+    def _describe(self, error: BaseException | None, welcomed: bool) -> str:
+        """Why a contact has ended, in the words of the configuration where it is to blame."""
+        if error is None:
+            return "the controller ended it"
+        why = describe_failure(error)
+        if isinstance(error, ssl.SSLCertVerificationError):
+            host, _ = host_and_port(self.config.controller)
+            return (
+                f"node.tls_ca: {error.verify_message.rstrip('.')}; accepted: a controller whose"
+                f" certificate that authority has signed, and which names {host}"
+            )
+        if isinstance(error, StreamTerminatedError) and not welcomed:
+            # Of a handshake that fails on its side, the server says no more than that.
+            wants = (
+                "it wants a certificate, node.tls_cert, that the authority in its node.tls_ca"
+                " has signed"
+            )
+            return f"the controller hung up before a word ({why}); as a rule {wants}"
+        return why
 
     async def _contact(self) -> None:
         """Returns when the controller ends it."""

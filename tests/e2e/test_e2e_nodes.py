@@ -181,19 +181,28 @@ def test_a_killed_controller_comes_back_to_its_workers_on_both_nodes(
 
 
 def test_who_has_no_certificate_of_the_authority_does_not_join(cluster: Cluster) -> None:
-    stranger = Authority(cluster.directory / "other-tls")
-    theirs = cluster.agent("stranger", stranger.settings("b"))
-    plain = cluster.agent("plain", ["--set", "node.insecure=true"])
+    ours = cluster.authority.cert
+    stranger = Authority(cluster.directory / "other-tls").settings("b")
+    trusting = [*stranger, "--set", f"node.tls_ca={ours}"]
+    hung_up = "it wants a certificate, node.tls_cert, that the authority"
+    said = {
+        "stranger": (stranger, "node.tls_ca: self-signed certificate in certificate chain"),
+        "trusting": (trusting, hung_up),
+        "plain": (["--set", "node.insecure=true"], hung_up),
+    }
+    agents = {name: cluster.agent(name, settings) for name, (settings, _) in said.items()}
     try:
-        for agent in (theirs, plain):
-            agent.start().says("out of contact")
+        for agent in agents.values():
+            agent.start()
+        for name, (_, why) in said.items():
+            agents[name].says(why)
         time.sleep(1.0)
-        for agent in (theirs, plain):
+        for agent in agents.values():
             assert "in contact" not in agent.said.replace("out of contact", "")
             assert agent.workers() == []
     finally:
-        theirs.end()
-        plain.end()
+        for agent in agents.values():
+            agent.end()
     assert [agent["phase"] for agent in cluster.a.state()["agents"]] == ["present"]
 
 
