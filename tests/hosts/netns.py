@@ -21,6 +21,8 @@ CLONE_NEWNS = 0x20000
 MS_REC, MS_SLAVE = 0x4000, 0x80000
 BURST = "128k"
 LATENCY = "50ms"
+NOTHING = "root pfifo limit 0"
+"""A queue without room. (netem is not in every kernel.)"""
 
 T = TypeVar("T")
 
@@ -42,10 +44,26 @@ def why_not() -> str:
 
 def enter(namespace: str) -> None:
     """Moves the calling thread (of a process with one thread: the process) there."""
-    libc = ctypes.CDLL(None, use_errno=True)
     with Path(f"/run/netns/{namespace}").open("rb") as handle:
-        if libc.setns(handle.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"setns {namespace}")
+        _setns(handle.fileno(), namespace)
+
+
+def _setns(handle: int, name: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(handle, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), f"setns {name}")
+
+
+@contextlib.contextmanager
+def inside(namespace: str) -> Iterator[None]:
+    """The calling thread, and what it starts meanwhile, is there."""
+    before = os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY)
+    try:
+        enter(namespace)
+        yield
+    finally:
+        _setns(before, "back")
+        os.close(before)
 
 
 def move_to(namespace: str) -> None:
@@ -121,8 +139,15 @@ class Hosts:
         """Takes the switch's port of the host down."""
         _run(f"ip -n {self.switch} link set {self._port(host, link)} down")
 
+    def stall(self, host: int, link: int = 0) -> None:
+        """The link is up and nothing comes through, either way."""
+        _run(f"tc -n {self.name(host)} qdisc replace dev eth{link} {NOTHING}")
+        _run(f"tc -n {self.switch} qdisc replace dev {self._port(host, link)} {NOTHING}")
+
     def mend(self, host: int, link: int = 0) -> None:
+        """After a cut, or a stall."""
         _run(f"ip -n {self.switch} link set {self._port(host, link)} up")
+        self.limit(host, self.rate_mbit, link)
 
     def down(self) -> None:
         for name in (self.switch, *map(self.name, range(self.count))):
