@@ -88,8 +88,19 @@ def test_nor_do_many_of_them_under_long_streams(changing: Daemon) -> None:
     print(f"{len(streams.done)} streams; drains took {[round(ms) for ms in took]} ms")
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """Whoever uses it leaves both replicas serving."""
+    running = Daemon(tmp_path_factory.mktemp("pair") / "state", "--spare", "0").start()
+    try:
+        running.ready()
+        yield running
+    finally:
+        running.end()
+
+
 @pytest.fixture
-def pair(state_dir: Path) -> Iterator[Daemon]:
+def fresh(state_dir: Path) -> Iterator[Daemon]:
     running = Daemon(state_dir, "--spare", "0")
     try:
         yield running.start()
@@ -98,7 +109,6 @@ def pair(state_dir: Path) -> Iterator[Daemon]:
 
 
 def test_requests_wait_for_the_only_one_of_a_role_while_it_restarts(pair: Daemon) -> None:
-    pair.ready()
     with Streams(pair, clients=2, tokens=8) as streams:
         verb(pair, "restart", "--all", "--wait", "--timeout", "110")
     streams.check()
@@ -107,37 +117,37 @@ def test_requests_wait_for_the_only_one_of_a_role_while_it_restarts(pair: Daemon
 def test_a_worker_that_does_not_end_is_killed_and_the_next_one_serves(pair: Daemon) -> None:
     """B.4 #67: "timed out waiting to stop", then errors until a restart. B.4 #68: half-failed,
     memory not freed, a zombie child."""
-    pair.ready()
-    victim = pair.replica("decode")
+    since, victim = pair.state()["seq"], pair.replica("decode")
     os.kill(victim["pid"], signal.SIGSTOP)  # SIGTERM stays pending
     verb(pair, "restart", victim["id"], "--wait", "--timeout", "60")
-    [stopped] = [e["payload"] for e in pair.events() if e["type"] == "WorkerStopped"]
+    events = [e for e in pair.events() if e["seq"] > since]
+    [stopped] = [e["payload"] for e in events if e["type"] == "WorkerStopped"]
     assert (stopped["replica"], stopped["how"]) == (victim["id"], "killed by SIGKILL")
     assert not Path(f"/proc/{victim['pid']}").exists(), "a zombie is left"
     assert len(worker_pids(pair.state_dir)) == 2
     assert pair.complete(prompt="Hello", max_tokens=4, temperature=0)["choices"][0]["text"]
 
 
-def test_it_starts_without_a_worker_and_holds_requests_until_one_serves(pair: Daemon) -> None:
+def test_it_starts_without_a_worker_and_holds_requests_until_one_serves(fresh: Daemon) -> None:
     """B.4 #69: the router refused to start unless all workers were healthy."""
-    wait_for("its routes", lambda: pair.get_status("/live") == 200)
-    assert pair.get_status("/ready") == 503
-    answer = pair.complete(prompt="Hello", max_tokens=4, temperature=0)
+    wait_for("its routes", lambda: fresh.get_status("/live") == 200)
+    assert fresh.get_status("/ready") == 503
+    answer = fresh.complete(prompt="Hello", max_tokens=4, temperature=0)
     assert answer["usage"]["completion_tokens"] == 4
 
 
-def test_a_killed_daemon_goes_on_with_the_restart_it_had_begun(pair: Daemon) -> None:
-    pair.ready()
-    argv = [*BLITZD, "restart", "--all", "--json", "--state-dir", str(pair.state_dir)]
+def test_a_killed_daemon_goes_on_with_the_restart_it_had_begun(fresh: Daemon) -> None:
+    fresh.ready()
+    argv = [*BLITZD, "restart", "--all", "--json", "--state-dir", str(fresh.state_dir)]
     subprocess.run(argv, check=True, capture_output=True, timeout=60)
     time.sleep(0.5)
-    pair.kill()
-    pair.start().ready()
-    wait_for("both to be new", lambda: rolled(pair), 90)
-    ended = [e["payload"] for e in pair.events() if e["type"] == "RollingRestartEnded"]
+    fresh.kill()
+    fresh.start().ready()
+    wait_for("both to be new", lambda: rolled(fresh), 90)
+    ended = [e["payload"] for e in fresh.events() if e["type"] == "RollingRestartEnded"]
     assert ended == [{"reason": ""}]
-    verified = blitzd_json("replay", str(pair.state_dir), "--state")
-    assert verified["hash"] == json.loads(json.dumps(pair.state()))["hash"]
+    verified = blitzd_json("replay", str(fresh.state_dir), "--state")
+    assert verified["hash"] == json.loads(json.dumps(fresh.state()))["hash"]
 
 
 def rolled(daemon: Daemon) -> bool:

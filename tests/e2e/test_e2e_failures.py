@@ -30,64 +30,73 @@ def fresh(state_dir: Path) -> Iterator[Daemon]:
         running.end()
 
 
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """Whoever uses it leaves it serving."""
+    running = Daemon(tmp_path_factory.mktemp("one") / "state", "--spare", "0").start()
+    try:
+        running.ready()
+        yield running
+    finally:
+        running.end()
+
+
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.slow), "decode"])
-def test_a_killed_worker_is_replaced_and_its_request_goes_on(fresh: Daemon, role: str) -> None:
-    fresh.start().ready()
-    body = LONG | {"max_tokens": 150}
-    undisturbed = fresh.complete(**body)["choices"][0]["text"]
+def test_a_killed_worker_is_replaced_and_its_request_goes_on(one: Daemon, role: str) -> None:
+    body = LONG | {"max_tokens": 90}
+    undisturbed = one.complete(**body)["choices"][0]["text"]
     seen: list[dict[str, Any]] = []
-    client = threading.Thread(target=lambda: seen.extend(fresh.stream("/v1/completions", body)))
+    client = threading.Thread(target=lambda: seen.extend(one.stream("/v1/completions", body)))
     client.start()
-    wait_for("it decodes", lambda: fresh.state()["requests"]["decoding"] == 1)
-    victim = fresh.replica(role)
+    wait_for("it decodes", lambda: one.state()["requests"]["decoding"] == 1)
+    since, victim = one.state()["seq"], one.replica(role)
     os.kill(victim["pid"], signal.SIGKILL)
-    wait_for("the new worker", lambda: fresh.replica(role)["epoch"] == victim["epoch"] + 1)
-    [lost] = [e for e in fresh.events() if e["type"] == "WorkerLost"]
+    wait_for("the new worker", lambda: one.replica(role)["epoch"] == victim["epoch"] + 1)
+    [lost] = [e for e in one.events() if e["type"] == "WorkerLost" and e["seq"] > since]
     assert lost["payload"]["replica"] == victim["id"]
     assert "SIGKILL" in lost["payload"]["reason"]
     client.join(90)
     assert seen[-1]["choices"][0]["finish_reason"] == "length"
     assert "".join(event["choices"][0]["text"] for event in seen) == undisturbed
     # Once its KV has left the prefill replica, that one's death is nothing to it.
-    resumed = [e for e in fresh.events() if e["type"] == "RequestResumed"]
+    resumed = [e for e in one.events() if e["type"] == "RequestResumed" and e["seq"] > since]
     assert [e["payload"]["replica"] for e in resumed] == [victim["id"]] * (role == "decode")
-    fresh.ready()
-    assert fresh.complete(prompt="Hello", max_tokens=4, temperature=0)["choices"][0]["text"]
-    fresh.idle()
+    one.ready()
+    assert one.complete(prompt="Hello", max_tokens=4, temperature=0)["choices"][0]["text"]
+    one.idle()
 
 
-def test_a_death_is_known_within_a_tenth_of_a_second(fresh: Daemon) -> None:
-    fresh.start().ready()
+def test_a_death_is_known_within_a_tenth_of_a_second(one: Daemon) -> None:
     noticed_ms = []
     for _ in range(3):
-        wait_for("a worker", lambda: fresh.replica("decode")["worker"] == "attached")
-        victim = fresh.replica("decode")
+        wait_for("a worker", lambda: one.replica("decode")["worker"] == "attached")
+        victim = one.replica("decode")
         killed_ns = time.time_ns()
         os.kill(victim["pid"], signal.SIGKILL)
         epoch = victim["epoch"]
-        wait_for("its end", lambda epoch=epoch: fresh.replica("decode")["epoch"] > epoch)
-        lost = [e for e in fresh.events() if e["type"] == "WorkerLost"][-1]
+        wait_for("its end", lambda epoch=epoch: one.replica("decode")["epoch"] > epoch)
+        lost = [e for e in one.events() if e["type"] == "WorkerLost"][-1]
         noticed_ms.append((lost["wall_ns"] - killed_ns) / 1e6)
         name = f"{victim['id']}-{victim['epoch']}"
-        assert not list(runtime_dir(fresh.state_dir).glob(f"{name}.*")), "a socket is left"
+        assert not list(runtime_dir(one.state_dir).glob(f"{name}.*")), "a socket is left"
     print(f"noticed after {noticed_ms} ms")
     # Other tenants may hold up a daemon once; they do not hold up the median.
     assert sorted(noticed_ms)[1] < 100
 
 
-def test_a_killed_daemon_comes_back_to_its_workers(fresh: Daemon) -> None:
-    fresh.start().ready()
-    before = {r["id"]: (r["epoch"], r["pid"]) for r in fresh.state()["replicas"]}
-    fresh.kill()
-    verified = blitzd_json("log", "verify", str(fresh.state_dir))
+def test_a_killed_daemon_comes_back_to_its_workers(one: Daemon) -> None:
+    one.ready()
+    before = {r["id"]: (r["epoch"], r["pid"]) for r in one.state()["replicas"]}
+    one.kill()
+    verified = blitzd_json("log", "verify", str(one.state_dir))
     assert verified["ok"], verified
-    fresh.start().ready()
-    after = {r["id"]: (r["epoch"], r["pid"]) for r in fresh.state()["replicas"]}
+    one.start().ready()
+    after = {r["id"]: (r["epoch"], r["pid"]) for r in one.state()["replicas"]}
     assert after == before, "workers that still served were started anew"
-    assert fresh.complete(prompt="Hello", max_tokens=4, temperature=0)["choices"][0]["text"]
+    assert one.complete(prompt="Hello", max_tokens=4, temperature=0)["choices"][0]["text"]
 
 
 def test_a_daemon_killed_while_it_loads_starts_again(fresh: Daemon) -> None:
@@ -125,28 +134,24 @@ def test_sigterm_finishes_what_runs_and_leaves_no_process(fresh: Daemon) -> None
     assert replayed["requests"]["finished"] == 1
 
 
-def test_a_second_daemon_on_the_same_state_is_refused_by_name(fresh: Daemon) -> None:
-    """B.1 #12: two controllers of one thing disagree, and it flaps."""
-    fresh.start().ready()
-    assert fresh.process is not None
-    second = Daemon(fresh.state_dir)
-    argv = [*BLITZD, "up", "--state-dir", str(fresh.state_dir), "--port", str(second.port)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert re.search(rf"\b{fresh.process.pid}\b", done.stderr), done.stderr
-    assert fresh.get_status("/ready") == 200
-
-
-def test_a_taken_port_is_named_and_the_first_daemon_is_not_disturbed(
-    fresh: Daemon, tmp_path: Path
+def test_what_would_collide_is_refused_by_name_and_the_first_daemon_is_not_disturbed(
+    one: Daemon, tmp_path: Path
 ) -> None:
-    fresh.start().ready()
-    argv = [*BLITZD, "up", "--state-dir", str(tmp_path / "other"), "--port", str(fresh.port)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert str(fresh.port) in done.stderr
-    assert fresh.get_status("/ready") == 200
-    assert worker_pids(tmp_path / "other") == []
+    """B.1 #12: two controllers of one thing disagree, and it flaps. The same state directory
+    names the process that has it, a taken port the port."""
+    one.ready()
+    assert one.process is not None
+    other = tmp_path / "other"
+    for state_dir, port, named in (
+        (one.state_dir, Daemon(other).port, one.process.pid),
+        (other, one.port, one.port),
+    ):
+        argv = [*BLITZD, "up", "--state-dir", str(state_dir), "--port", str(port)]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 1
+        assert re.search(rf"\b{named}\b", done.stderr), done.stderr
+        assert one.get_status("/ready") == 200
+    assert worker_pids(other) == []
 
 
 def test_from_the_second_start_on_it_is_ready_within_six_seconds(fresh: Daemon) -> None:

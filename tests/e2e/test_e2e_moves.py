@@ -26,7 +26,7 @@ def served(state_dir: Path, same_node: str) -> Iterator[Daemon]:
 
 
 def text_of(daemon: Daemon, prompt: str, found: dict[str, str]) -> None:
-    body = {"prompt": prompt, "max_tokens": 140, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": prompt, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
     chunks: list[dict[str, Any]] = list(daemon.stream("/v1/completions", body))
     assert "error" not in chunks[-1], chunks[-1]
     found[prompt] = "".join(c["choices"][0]["text"] for c in chunks if c["choices"])

@@ -60,7 +60,7 @@ def test_no_stream_ends_or_changes_when_workers_do(four: Daemon, how: signal.Sig
     """Greedy and sampled alike, by the digests of their tokens. A stopped worker is known by its
     silence."""
     with Streams(four, clients=8, tokens=40) as streams:
-        hurt(four, how, times=3, every_s=3.0, seed=int(how))
+        hurt(four, how, times=3, every_s=2.0, seed=int(how))
         wait_for("the last one's successor", lambda: len(serving(four)) == 4, 90)
     streams.check()
     lost = [e["payload"]["reason"] for e in four.events() if e["type"] == "WorkerLost"]

@@ -136,7 +136,7 @@ def types_of(events: list[dict[str, Any]]) -> set[str]:
 @pytest.mark.parametrize(
     "seconds",
     [
-        pytest.param(15.0, id="short"),
+        pytest.param(8.0, id="short"),
         pytest.param(600.0, id="ten-minutes", marks=[pytest.mark.slow, pytest.mark.timeout(1500)]),
     ],
 )
