@@ -14,7 +14,7 @@ from collections import deque
 import msgspec
 
 from blitzd.events import types as ev
-from blitzd.events.record import Record
+from blitzd.events.record import Payload, Record
 from blitzd.fsm.entities import Request
 from blitzd.fsm.index import BEING_PREFILLED
 from blitzd.fsm.replaying import replay_one
@@ -52,8 +52,11 @@ class Row(msgspec.Struct):
     decoding_requests: int = 0
     kv_blocks: int = 0
     """In use or reserved, of all replicas."""
+    kv_bytes: int = 0
+    """Handed over, in the interval as all that follows; counted where a hand-over has ended."""
+    weights_bytes: int = 0
+    """Loaded, from peers or from a file; counted where a load has ended."""
     arrived_requests: int = 0
-    """In the interval, as the next four."""
     finished_requests: int = 0
     first_tokens: int = 0
     """Requests whose first token came."""
@@ -103,8 +106,7 @@ class Series:
         if request is not None:
             self._count(record, request)
         replay_one(self._state, record)
-        if type(record.payload) is ev.RequestAccepted:
-            self._rows[-1].arrived_requests += 1
+        self._count_alone(record.payload)
         if request is not None and request_id not in self._state.requests:
             self._decoding.pop(request_id, None)
             self._told.discard(request_id)
@@ -171,8 +173,18 @@ class Series:
             row.ttft_mean_ms = sum(waited_ns) // len(waited_ns) // MS
             row.ttft_max_ms = max(waited_ns) // MS
 
+    def _count_alone(self, event: Payload) -> None:
+        """What the event says by itself."""
+        row = self._rows[-1]
+        if type(event) is ev.RequestAccepted:
+            row.arrived_requests += 1
+        elif type(event) is ev.MigrationFinished:
+            row.kv_bytes += event.bytes_moved
+        elif type(event) is ev.LoadFinished:
+            row.weights_bytes += event.bytes_total
+
     def _count(self, record: Record, request: Request) -> None:
-        """What the event says was done; `request` is as it was before."""
+        """What the event says was done for `request`, which is as it was before."""
         event, row = record.payload, self._rows[-1]
         if type(event) is ev.PrefillFinished:
             self._prompt_ready(request, record.mono_ns)

@@ -42,6 +42,8 @@ def test_a_request_is_counted_where_it_was() -> None:
     # Ten tokens within the second from 0.7 s to 1.7 s.
     assert [row.decode_tokens for row in rows] == [0, 3, 5, 2, 0]
     assert [row.finished_requests for row in rows] == [0, 0, 0, 1, 0]
+    assert [row.kv_bytes for row in rows] == [0, 1000, 0, 0, 0]
+    assert [row.weights_bytes for row in rows] == [2 * 1000, 0, 0, 0, 0]
     assert [(row.first_tokens, row.ttft_mean_ms, row.ttft_max_ms) for row in rows] == [
         (0, 0, 0),
         (1, 700, 700),
