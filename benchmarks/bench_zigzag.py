@@ -15,6 +15,7 @@ import asyncio
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.zigzag_load import Load, Seen
@@ -35,8 +36,8 @@ def arrivals(load_s: float, seed: int) -> list[float]:
 
 
 class Bench:
-    def __init__(self, loads: int, save_to: Path | None) -> None:
-        self.seen: dict[Policy, list[Seen]] = {policy: [] for policy in POLICIES}
+    def __init__(self, policies: Sequence[Policy], loads: int, save_to: Path | None) -> None:
+        self.seen: dict[Policy, list[Seen]] = {policy: [] for policy in policies}
         self.busy = Busy()
         self._loads = loads
         self._save_to = save_to
@@ -44,14 +45,15 @@ class Bench:
 
     async def run(self) -> None:
         async with world() as made:
-            for policy in POLICIES:
+            policies = list(self.seen)
+            for policy in policies:
                 await made.add(policy)
                 # Memory, connections and code that every later load finds there.
                 await self._one(made, policy, [0.0, 0.5])
             load_s = 0.98 * self._load_s
             for number in range(self._loads):
-                turn = number % len(POLICIES)
-                for policy in POLICIES[turn:] + POLICIES[:turn]:
+                turn = number % len(policies)
+                for policy in policies[turn:] + policies[:turn]:
                     before = Sample.now(made.cpu_s)
                     found = await self._one(made, policy, arrivals(load_s, number))
                     self.busy.add(before, Sample.now(made.cpu_s))
@@ -80,11 +82,13 @@ async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("loads", type=int, nargs="?", default=30)
     parser.add_argument("--save", type=Path, metavar="DIR")
+    parser.add_argument("--ilp", action="store_true", help="this policy too")
     parser.add_argument("--draw", type=int, metavar="LOAD", help="draws this load's zigzag")
     asked = parser.parse_args()
     if asked.save is not None:
         asked.save.mkdir(parents=True, exist_ok=True)
-    bench, began = Bench(asked.loads, asked.save), time.monotonic()
+    policies = (Policy.ILP_FREE, *([Policy.ILP] if asked.ilp else []), *POLICIES[1:])
+    bench, began = Bench(policies, asked.loads, asked.save), time.monotonic()
     running = asyncio.create_task(bench.run())
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, running.cancel)

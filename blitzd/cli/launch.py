@@ -113,6 +113,7 @@ def node_config(settings: Settings, state_dir: Path, say: Say) -> NodeConfig:
         max_batch_tokens=engine.max_batch_tokens,
         max_batch_size=engine.max_batch_size,
         pace_layer_ms=engine.pace_layer_ms,
+        live_policy=engine.live_policy,
         orphan_timeout_s=limits.orphan_timeout_s,
         start_deadline_s=limits.start_deadline_s,
         hang_deadline_s=limits.hang_deadline_s,

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from blitzd.control.policy import Policy
 from blitzd.engine import catalogue
-from blitzd.engine.options import Weights
+from blitzd.engine.options import LivePolicy, Weights
 from blitzd.events.types import NodeLinks
 from blitzd.fabric import host_and_port
 
@@ -96,6 +96,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of one step; at most `max_batch_tokens`."""
     pace_layer_ms: Annotated[float, Meta(ge=0, le=60_000)] = 0.0
     """Floor under a layer's time, for experiments on few cores; 0: none."""
+    live_policy: LivePolicy = "ilp_free"
+    """Which layer of which request runs next on a replica whose weights arrive (docs/zigzag.md):
+    ilp_free, BlitzScale's queues; ilp, with plans of its integer programme; best_effort, to
+    compare with."""
 
 
 class FabricSettings(msgspec.Struct, frozen=True, kw_only=True):

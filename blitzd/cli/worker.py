@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter, validators
 
 from blitzd.engine.device import claim_device
-from blitzd.engine.options import ReplicaOptions, Weights
+from blitzd.engine.options import LivePolicy, ReplicaOptions, Weights
 from blitzd.engine.worker import WorkerOptions, run
 from blitzd.fabric import Identity, Tls
 
@@ -25,6 +25,7 @@ def worker(
     threads: Annotated[int, Parameter(validator=Positive)] = 1,
     orphan_timeout: Annotated[float, Parameter(validator=validators.Number(gt=0))] = 20.0,
     pace_layer_ms: Annotated[float, Parameter(validator=validators.Number(gte=0))] = 0.0,
+    live_policy: LivePolicy = "ilp_free",
     max_batch_tokens: Annotated[int, Parameter(validator=Positive)] = 512,
     max_batch_size: Annotated[int, Parameter(validator=Positive)] = 64,
     host: str = "",
@@ -56,6 +57,8 @@ def worker(
         Seconds without a daemon watching or asking for health after which the worker ends.
     pace_layer_ms
         Floor under a layer's time, for experiments on few cores; 0 for none.
+    live_policy
+        Which layer of which request runs next while weights arrive.
     max_batch_tokens
         Tokens of one step; longer prompts are computed in chunks.
     max_batch_size
@@ -93,6 +96,7 @@ def worker(
                 max_batch_tokens=max_batch_tokens,
                 max_batch_size=max_batch_size,
                 pace_layer_ms=pace_layer_ms,
+                live_policy=live_policy,
             ),
         )
     except ValueError as error:

@@ -10,9 +10,10 @@ All methods but `compute` are called under the step loop's lock.
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +22,7 @@ from blitzd.engine.errors import NotHeld
 from blitzd.engine.executor import Executor
 from blitzd.engine.generation import Generation
 from blitzd.engine.hidden_slots import HiddenSlots
+from blitzd.engine.live_plan import Observed
 from blitzd.proto.blitzd.engine import v1 as pb
 from blitzd.sched import Chunk, NoRoom, Refused, Reservation, Scheduler, StepPlan
 from blitzd.sched.zigzag import (
@@ -70,13 +72,17 @@ class LiveQueue:
     layers: int
     slots: HiddenSlots
     policy: Policy = Policy.ILP_FREE
-    """ILP_FREE, or BEST_EFFORT to compare with."""
+    """ILP_FREE; with ILP somebody plans when `replan` is called, and sets `targets`."""
     ready: int = 0
     """Layers that can run here, the whole model's end included at `layers`."""
     changed: Callable[[], None] = lambda: None
     """Called when an answer to `ask` may be there."""
     ending: Callable[[], None] = lambda: None
     """Called, without the lock, as the last layer of a request from New begins."""
+    replan: Callable[[], None] = lambda: None
+    targets: Mapping[int, int] = field(default_factory=dict)
+    """By order: layers that New should execute of a request."""
+    observed: Observed = field(init=False)
     waiting: list[LiveRequest] = field(default_factory=list)
     arriving: dict[int, LiveRequest] = field(default_factory=dict)
     """From New, until their hidden states are here."""
@@ -90,6 +96,9 @@ class LiveQueue:
     _orders: int = 0
     _in_last_layer: bool = False
 
+    def __post_init__(self) -> None:
+        self.observed = Observed(self.layers)
+
     # -- on New -------------------------------------------------------------------------
 
     @property
@@ -98,6 +107,19 @@ class LiveQueue:
 
     def set_ready(self, layers: int) -> None:
         self.ready = layers
+        if self.observed.came(layers, time.monotonic_ns()):
+            self.replan()
+        self._offer()
+
+    @property
+    def backlog(self) -> list[tuple[int, int, int]]:
+        """(order, ns of one of its layers, layers done) of what waits on New."""
+        return [
+            (one.order, self.observed.layer_ns(one.plan.tokens), one.done) for one in self.waiting
+        ]
+
+    def set_targets(self, targets: Mapping[int, int]) -> None:
+        self.targets = targets
         self._offer()
 
     @property
@@ -119,6 +141,7 @@ class LiveQueue:
             raise NoRoom(f"{PENDING} requests are pending already")
         self._orders += 1
         insort(self.waiting, self._admit(request, generation, 0, self._orders), key=_order)
+        self.replan()
         self._offer()
 
     def _admit(
@@ -190,7 +213,7 @@ class LiveQueue:
     def _next_for_old(self) -> LiveRequest | None:
         if self.policy is Policy.BEST_EFFORT:
             return best_effort_for_old(self.waiting, self.executing)
-        return next_for_old(self.waiting, self.executing, self.ready, self.layers)
+        return next_for_old(self.waiting, self.executing, self.ready, self.layers, self.targets)
 
     def acknowledged(self, request_id: int) -> LiveRequest:
         """Old has it. Raises NotHeld when it was withdrawn or cancelled meanwhile."""
@@ -199,6 +222,9 @@ class LiveQueue:
             raise NotHeld(f"request_id: {request_id} is not on its way from here")
         self._clear_offer(one)
         one.hidden = None
+        left = self.layers - one.done
+        left_ns = left * self.observed.layer_ns(one.plan.tokens)
+        self.observed.given(left_ns, time.monotonic_ns())
         return one
 
     def withdraw(self, request_id: int) -> None:
@@ -272,7 +298,7 @@ class LiveQueue:
     def _next_here(self) -> LiveRequest | None:
         if self.policy is Policy.BEST_EFFORT:
             return best_effort_on_new(self.waiting, self.last_here, self.ready, self.layers)
-        return next_on_new(self.waiting, self.ready, self.layers)
+        return next_on_new(self.waiting, self.ready, self.layers, self.targets)
 
     def compute(self, step: LiveStep) -> tuple[torch.Tensor, int | None]:
         """(hidden states after `step.last` layers, the new token if those are all)."""

@@ -179,10 +179,12 @@ class LiveStepper(Stepper):
         if not isinstance(step, LayerStep):
             return super().finish(step, result)
         report = pb.StepReport()
+        step_ns = time.monotonic_ns() - step.began_ns
+        self.live.observed.ran(step.plan.tokens, step_ns // (step.live.last - step.live.one.done))
         self._finish_layers(report, step, result)
         self._add_occupancy(report)
         report.prefill_tokens = step.plan.tokens
-        report.step_ns = time.monotonic_ns() - step.began_ns
+        report.step_ns = step_ns
         return report
 
     def _finish_layers(

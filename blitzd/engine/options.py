@@ -5,6 +5,7 @@ from typing import Literal
 
 Device = Literal["cpu", "cuda"]
 Weights = Literal["map", "copy"]
+LivePolicy = Literal["ilp_free", "ilp", "best_effort"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +21,8 @@ class ReplicaOptions:
     others wait for a step."""
     max_batch_size: int = 64
     pace_layer_ms: float = 0.0
-    live_policy: Literal["ilp_free", "best_effort"] = "ilp_free"
-    """Which layer of which request runs next while the weights arrive; `best_effort` is there
-    to compare with."""
+    live_policy: LivePolicy = "ilp_free"
+    """Which layer of which request runs next while the weights arrive."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_batch_size <= self.max_batch_tokens:

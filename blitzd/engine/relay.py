@@ -15,10 +15,12 @@ from grpclib.exceptions import GRPCError, StreamTerminatedError
 
 from blitzd.engine.errors import InvalidField, Mismatch, NotHeld, OtherEpoch
 from blitzd.engine.handover import SAID_BY_SOURCE, Fault, fault_of
+from blitzd.engine.live_plan import LivePlanner
 from blitzd.engine.sources import Sources, peer_of
 from blitzd.fabric import FabricError, Identity, MappedPeers, PeerLost, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
 from blitzd.sched import NoRoom, Refused
+from blitzd.sched.zigzag import Policy
 
 if TYPE_CHECKING:
     from blitzd.engine.live import LiveRequest
@@ -47,11 +49,16 @@ class RelaySource:
         self._asking = asyncio.Lock()
         self._unacknowledged: dict[int, asyncio.TimerHandle] = {}
         self._sends: set[asyncio.Task[None]] = set()
+        self._planner: LivePlanner | None = None
 
     def watch(self, replica: "Replica", loop: asyncio.AbstractEventLoop) -> None:
-        """Hears of answers that get ready on the step loop's thread."""
+        """Hears of answers that get ready on the step loop's thread, and plans if it is to."""
         with replica.steps.exclusive() as stepper:
-            stepper.live.changed = lambda: _wake(loop, self._changed)
+            live = stepper.live
+            live.changed = lambda: _wake(loop, self._changed)
+            if live.policy is Policy.ILP and not live.loaded:
+                self._planner = LivePlanner(replica.steps)
+                live.replan = self._planner.replan
 
     async def take(
         self, replica: "Replica", message: pb.TakeRelayRequest, map_path: str
@@ -154,6 +161,9 @@ class RelaySource:
         for timer in self._unacknowledged.values():
             timer.cancel()
         self._unacknowledged.clear()
+        if self._planner is not None:
+            await self._planner.close()
+            self._planner = None
         for sending in list(self._sends):
             sending.cancel()
         if self._sends:

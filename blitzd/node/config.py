@@ -47,6 +47,8 @@ class NodeConfig:
     max_batch_tokens: int = 512
     max_batch_size: int = 64
     pace_layer_ms: float = 0.0
+    live_policy: str = "ilp_free"
+    """As `blitzd worker --live-policy` has it."""
     orphan_timeout_s: float = 20.0
     start_deadline_s: float = 30.0
     """From the start of a worker to its first answer."""

@@ -41,6 +41,7 @@ class Starter:
             *("--max-batch-tokens", str(config.max_batch_tokens)),
             *("--max-batch-size", str(config.max_batch_size)),
             *("--pace-layer-ms", str(config.pace_layer_ms)),
+            *("--live-policy", config.live_policy),
             *("--orphan-timeout", str(config.orphan_timeout_s)),
             *("--model", str(config.model_dir)),
             *afar,

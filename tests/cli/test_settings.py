@@ -180,13 +180,21 @@ def test_defaults_are_those_of_the_parts() -> None:
         assert getattr(settings.http, name) == getattr(DEFAULT_LIMITS, name)
     assert (settings.http.port, settings.admin.port) == (PUBLIC_PORT, ADMIN_PORT)
     engine = {f.name: f.default for f in fields(ReplicaOptions)}
-    for name in ("threads", "weights", "max_batch_tokens", "max_batch_size", "pace_layer_ms"):
+    for name in EQUAL:
         assert getattr(settings.engine, name) == engine[name]
     node = {f.name: f.default for f in fields(NodeConfig)}
     for name in LIMITS:
         assert getattr(settings.limits, name) == node[name]
 
 
+EQUAL = (
+    "threads",
+    "weights",
+    "max_batch_tokens",
+    "max_batch_size",
+    "pace_layer_ms",
+    "live_policy",
+)
 LIMITS = ("drain_s", "hang_deadline_s", "step_deadline_s", "start_deadline_s", "orphan_timeout_s")
 
 

@@ -13,12 +13,14 @@ from blitzd.engine.hidden_slots import HiddenSlots, SlotGeometry
 from blitzd.engine.live import LiveQueue, LiveStep
 from blitzd.engine.tokenizer import Tokenizer
 from blitzd.sched import BlockManager, Scheduler
-from blitzd.sched.pair_model import Arrival, Pair, simulate
+from blitzd.sched.pair_model import Arrival, Pair, Planner, simulate
 from blitzd.sched.zigzag import Policy
+from blitzd.sched.zigzag_targets import planner_for
 from tests.engine.local_replica import request
 from tests.tiny import make_tiny
 
 SEEDS = 200
+PLANNED_SEEDS = 30
 HIDDEN = 2
 
 
@@ -42,6 +44,7 @@ class Virtual:
     pair: Pair
     policy: Policy
     tokenizer: Tokenizer
+    planner: Planner | None = None
     now: int = 0
     arrived: int = 0
     finish_ns: dict[int, int] = field(default_factory=dict)
@@ -62,7 +65,7 @@ class Virtual:
             self.end(True)
             self.end(False)
             self.sides[True].set_ready(sum(at <= self.now for at in self.pair.ready_ns))
-            self.arrive()
+            self.plan(self.arrive())
             if self.steps[False] is None and self.now >= self.pair.old_free_ns:
                 self.take()
                 self.begin(False)
@@ -78,13 +81,29 @@ class Virtual:
         coming = [one.at_ns for one in self.pair.arrivals[self.arrived :]]
         return [*running, *coming, *self.pair.ready_ns, self.pair.old_free_ns]
 
-    def arrive(self) -> None:
+    def plan(self, arrived: bool) -> None:
+        """As the model does: at arrivals, and when the first layer is there."""
+        new, old = self.sides[True], self.steps[False]
+        first_layer = self.now == self.pair.ready_ns[0]
+        if self.planner is None or not (arrived or first_layer):
+            return
+        if new.waiting and 0 < new.ready < new.layers:
+            free = old[1] if old is not None else self.pair.old_free_ns
+            asked = [
+                (one.order, self.pair.arrivals[one.order - 1].layer_ns, one.done)
+                for one in new.waiting
+            ]
+            new.set_targets(self.planner(self.now, max(self.now, free), asked))
+
+    def arrive(self) -> bool:
+        before = self.arrived
         while self.arrived < len(self.pair.arrivals):
             if self.pair.arrivals[self.arrived].at_ns > self.now:
-                return
+                break
             one = request(self.arrived + 1, "x", 1)
             self.sides[True].add(one, admit(one, self.tokenizer, 259, hold=True))
             self.arrived += 1
+        return self.arrived > before
 
     def take(self) -> None:
         new, old = self.sides[True], self.sides[False]
@@ -133,3 +152,10 @@ def test_the_queues_do_what_the_model_says(tokenizer: Tokenizer, policy: Policy)
         pair = drawn(seed)
         found = Virtual(pair, policy, tokenizer).run()
         assert found == simulate(pair, policy).finish_ns, f"seed={seed}"
+
+
+def test_they_keep_to_a_plan_as_the_model_does(tokenizer: Tokenizer) -> None:
+    for seed in range(PLANNED_SEEDS):
+        pair = drawn(seed)
+        found = Virtual(pair, Policy.ILP, tokenizer, planner_for(pair)).run()
+        assert found == simulate(pair, Policy.ILP, planner_for(pair)).finish_ns, f"seed={seed}"

@@ -240,15 +240,24 @@ def test_every_split_decodes_to_the_tokens_of_one_worker(
     run(test())
 
 
-@TRANSPORTS
+@pytest.mark.parametrize(
+    ("transport", "policy"),
+    [
+        (pb.Transport.MAP, "ilp_free"),
+        (pb.Transport.UCX, "ilp_free"),
+        (pb.Transport.MAP, "ilp"),
+        (pb.Transport.MAP, "best_effort"),
+    ],
+)
 def test_requests_and_layers_arrive_at_random(
     zygotes: Zygote, model: Path, hollow: Path, expected: dict[int, list[int]],
-    transport: pb.Transport,
+    transport: pb.Transport, policy: str,
 ) -> None:  # fmt: skip
     """Both work at once, 4 ms a layer; some requests end at New, some at Old."""
 
     async def test() -> None:
-        options: dict[str, Any] = {"replica": {"pace_layer_ms": 4.0}}
+        replica = {"pace_layer_ms": 4.0, "live_policy": policy}
+        options: dict[str, Any] = {"replica": replica}
         target = await up(zygotes, "target", model, 40, verify_kv=True)
         async with world(zygotes, model, hollow, **options) as (new, old):
             following = follow(old, new.client, transport)
