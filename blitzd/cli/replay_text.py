@@ -83,8 +83,9 @@ def as_story(story: Story) -> str:
     for hop in story.hops:
         speed = f", {hop.transfer_ms:.3f} ms of transfer" if hop.transfer_ms else ""
         reason = f": {hop.reason}" if hop.reason else ""
+        rest = f" and, from layer {hop.split_layer}, {hop.rest}" if hop.rest else ""
         lines.append(
-            f"  hop {hop.lease_id}: {hop.source} → {hop.target}, {hop.blocks} blocks,"
+            f"  hop {hop.lease_id}: {hop.source}{rest} → {hop.target}, {hop.blocks} blocks,"
             f" {hop.bytes_moved} bytes{speed}, {hop.lease_ms:.3f} ms held, {hop.outcome}{reason}"
         )
     lines += ["", "  what led to it:"]
