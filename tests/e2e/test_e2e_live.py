@@ -4,6 +4,7 @@ leaves meanwhile, every request is answered once, with the tokens of a plain pre
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -54,8 +55,23 @@ def story(daemon: Daemon, since: int) -> str:
 
 
 def test_requests_are_served_while_the_weights_arrive(daemon: Daemon, expected: Expected) -> None:
+    serve_through_a_pair(daemon, expected, load_ms=2500)
+    back_to_spare(daemon)
+
+
+@pytest.mark.slow
+def test_the_same_where_the_two_share_no_memory(state_dir: Path, expected: Expected) -> None:
+    running = Daemon(state_dir, *OPTIONS, "--same-node", "ucx").start()
+    try:
+        running.ready()
+        serve_through_a_pair(running, expected, load_ms=4000)
+    finally:
+        running.end()
+
+
+def serve_through_a_pair(daemon: Daemon, expected: Expected, load_ms: int) -> None:
     with Clients(daemon) as clients:
-        since = go_live(daemon, 2500)
+        since = go_live(daemon, load_ms)
         loaded_to(daemon, 2)
         assert daemon.get_status("/ready") == 200
         [pair] = daemon.state()["pairs"]
@@ -66,8 +82,9 @@ def test_requests_are_served_while_the_weights_arrive(daemon: Daemon, expected: 
     relays = [e["payload"]["layers"] for e in events(daemon, since, "RequestRelayed")]
     assert any(0 < layers < LAYERS for layers in relays)
     assert replica(daemon, NEW)["role"] == "prefill"
-    daemon.idle()
-    back_to_spare(daemon)
+    moved = {e["payload"]["rest"] for e in events(daemon, since, "MigrationStarted")}
+    assert OLD in moved, "KV of two parts"
+    assert daemon.idle()["node"]["kv_mismatches"] == 0
 
 
 @pytest.mark.slow

@@ -11,20 +11,21 @@ from tests.e2e.daemon import BLITZD, Daemon, blitzd_json, wait_for
 from tests.e2e.live import events, tell
 
 SETTINGS = {
-    "policy.prefill_tokens_per_s": 300,
+    "policy.prefill_tokens_per_s": 100,
     "policy.scale_down_window_ms": 3000,
     "policy.arrival_window_ms": 3000,
-    "policy.max_prefill": 3,
+    "policy.max_prefill": 2,
+    "policy.max_prefills_per_replica": 2,
     "policy.ladder_live": 1,
     "policy.null_ttl_ms": 1000,
 }
-LOADS_FROM_PEERS = {"ladder_map": 0, "mock_transfer_ms": 3000}
+LOADS_FROM_PEERS = {"ladder_map": 0, "mock_transfer_ms": 8000}
 
 
 @pytest.mark.slow
 def test_what_is_scaled_up_in_a_burst_serves_while_it_loads(state_dir: Path) -> None:
     settings = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
-    daemon = Daemon(state_dir, "--autoscale", "--spare", "2", "--kv-mib", "128", *settings).start()
+    daemon = Daemon(state_dir, "--autoscale", "--spare", "1", "--kv-mib", "128", *settings).start()
     try:
         daemon.ready()
         tell(daemon, "/admin/policy", LOADS_FROM_PEERS)
@@ -33,7 +34,7 @@ def test_what_is_scaled_up_in_a_burst_serves_while_it_loads(state_dir: Path) -> 
             [
                 *BLITZD,
                 *("client", "--trace", str(AZURE_CODE_BURST), "--url", daemon.url, "--json"),
-                *("--limit", "150", "--prompt-scale", "0.03", "--max-output", "12"),
+                *("--limit", "120", "--prompt-scale", "0.01", "--max-output", "4"),
             ],
             capture_output=True,
             text=True,
@@ -41,7 +42,7 @@ def test_what_is_scaled_up_in_a_burst_serves_while_it_loads(state_dir: Path) -> 
             check=False,
         )
         found = json.loads(played.stdout)
-        assert (played.returncode, found["succeeded"], found["failed"]) == (0, 150, {})
+        assert (played.returncode, found["succeeded"], found["failed"]) == (0, 120, {})
 
         def back() -> bool:
             state, plan = daemon.state(), daemon.admin("/admin/plan")
