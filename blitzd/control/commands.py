@@ -1,21 +1,19 @@
 """What the core asks the driver to do. Results come back as inputs."""
 
-from dataclasses import dataclass
+import msgspec
 
 MAX_ATTEMPTS = 256
 """Of one request; an attempt's number has a byte of the id that workers know."""
 
 
-@dataclass(frozen=True, slots=True)
-class SpawnWorker:
+class SpawnWorker(msgspec.Struct, frozen=True):
     replica: str
     epoch: int
     node: str = ""
     """Whose agent starts it; empty: this node does."""
 
 
-@dataclass(frozen=True, slots=True)
-class EndWorker:
+class EndWorker(msgspec.Struct, frozen=True):
     """Ends the process, whatever it does."""
 
     replica: str
@@ -24,8 +22,7 @@ class EndWorker:
     """Whether its exit is to be told, as that of one that died."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResetWorker:
+class ResetWorker(msgspec.Struct, frozen=True):
     """Forget every request, since an adopted worker may hold some of the last boot; with
     `unload` the weights too."""
 
@@ -34,8 +31,7 @@ class ResetWorker:
     unload: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LoadModel:
+class LoadModel(msgspec.Struct, frozen=True):
     replica: str
     epoch: int
     peers: tuple[tuple[str, int], ...] = ()
@@ -51,8 +47,7 @@ class LoadModel:
     """(replica, epoch) of those that bring a shard each to its domain; not of a live load."""
 
 
-@dataclass(frozen=True, slots=True)
-class FollowLive:
+class FollowLive(msgspec.Struct, frozen=True):
     """Old of a live pair is to take requests over from New whenever it has nothing else to do.
     Comes after New's first progress message; again after an end with a fault. What it ends
     with is told as FollowEnded, once for each command."""
@@ -64,16 +59,14 @@ class FollowLive:
     new_epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class HoldWeights:
+class HoldWeights(msgspec.Struct, frozen=True):
     """Have the model in memory, to give it to others. A reset with `unload` ends that."""
 
     replica: str
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class StartPrefill:
+class StartPrefill(msgspec.Struct, frozen=True):
     replica: str
     epoch: int
     request_id: int
@@ -84,8 +77,7 @@ class StartPrefill:
     """Of the request; a worker may still have an earlier one, which is another to it."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeLocally:
+class DecodeLocally(msgspec.Struct, frozen=True):
     """Go on with a request whose KV was held for export."""
 
     replica: str
@@ -94,8 +86,7 @@ class DecodeLocally:
     attempt: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ImportKv:
+class ImportKv(msgspec.Struct, frozen=True):
     lease_id: int
     request_id: int
     source: str
@@ -116,8 +107,7 @@ class ImportKv:
     split_layer: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class HoldDecode:
+class HoldDecode(msgspec.Struct, frozen=True):
     """Stop decoding after the next token and keep the KV for export."""
 
     replica: str
@@ -126,8 +116,7 @@ class HoldDecode:
     attempt: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseKv:
+class ReleaseKv(msgspec.Struct, frozen=True):
     """The KV has arrived elsewhere; the source may forget it. One each for two halves."""
 
     replica: str
@@ -136,16 +125,14 @@ class ReleaseKv:
     attempt: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CancelRequest:
+class CancelRequest(msgspec.Struct, frozen=True):
     replica: str
     epoch: int
     request_id: int
     attempt: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ShutDown:
+class ShutDown(msgspec.Struct, frozen=True):
     """Everything accepted has ended: end the workers and the daemon."""
 
 

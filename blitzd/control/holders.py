@@ -7,14 +7,16 @@ from blitzd.control import multicast, shards
 from blitzd.control.topology import topology_of
 from blitzd.control.turn import Turn
 from blitzd.fsm import ClusterState, Replica, ReplicaState
-from blitzd.fsm.flow import link_of, traffic
-from blitzd.fsm.table import LOADING, WITHOUT_WEIGHTS
+from blitzd.fsm.flow import link_of, links_of, traffic
+from blitzd.fsm.table import WITHOUT_WEIGHTS
 
 S = ReplicaState
 KV_LEAVES = frozenset(
     {S.PREFILL, S.OLD_PREFILL, S.REFACTORY_PREFILL, S.MUTATING_TO_DECODE, S.SHUTTING_PREFILL}
 )
 """Whose egress is for KV: weights and KV never share the direction of a link."""
+HOLDS = frozenset(S) - WITHOUT_WEIGHTS - {S.NEW_PREFILL}
+"""Who has weights, or is getting them. A NewPrefill serves meanwhile: its links are spoken for."""
 PEERS = 8
 """That a load may turn to, nearest first."""
 
@@ -36,32 +38,31 @@ def given(chains: Mapping[str, Upstream]) -> dict[str, Given]:
 
 
 def chains(
-    turn: Turn, sources: Sequence[Replica], targets: Sequence[Replica], busy: set[str]
+    turn: Turn, sources: Sequence[Replica], targets: Sequence[Replica]
 ) -> dict[str, Upstream]:
     """Of each target that a chain reaches, in the order in which the bytes pass them."""
     replicas = turn.state.replicas
+    if not sources or not targets:
+        return {}
     planned = multicast.plan(
         topology_of(turn.state, (*sources, *targets)),
         [r.id for r in sources],
         [r.id for r in targets],
-        busy,
-        busy_links(turn),
+        busy_links=busy_links(turn),
     )
     found: dict[str, Upstream] = {}
     for chain in planned:
         upstream = from_source(replicas[chain.source])
         for target_id in chain.targets:
-            found[target_id] = upstream[:PEERS]
-            upstream = ((target_id, replicas[target_id].epoch), *upstream)
+            found[target_id] = upstream
+            upstream = ((target_id, replicas[target_id].epoch), *upstream[: PEERS - 1])
     return found
 
 
-def sharded(
-    turn: Turn, sources: Sequence[Replica], targets: Sequence[Replica], busy: set[str]
-) -> dict[str, Given]:
+def sharded(turn: Turn, sources: Sequence[Replica], targets: Sequence[Replica]) -> dict[str, Given]:
     """Of each target that shards reach. Its peers are those of its own shard's chain, nearest
     first: each of them has all of the weights, or will."""
-    if not turn.state.topology:
+    if not sources or not targets:
         return {}
     busy_in = {way.link for way, _ in traffic(turn.state) if way.direction == "in"}
     found: dict[str, Given] = {}
@@ -69,9 +70,8 @@ def sharded(
         topology_of(turn.state, (*sources, *targets)),
         [r.id for r in sources],
         [r.id for r in targets],
-        busy,
-        busy_links(turn),
-        busy_in,
+        busy_out=busy_links(turn),
+        busy_in=busy_in,
     ):
         for upstreams, beside in _places(turn.state, one):
             takers = tuple(_named(turn.state, taker) for taker in upstreams)
@@ -107,25 +107,27 @@ def from_source(source: Replica) -> Upstream:
 
 
 def givers(turn: Turn, targets: Sequence[Replica]) -> list[Replica]:
-    """Those that have the weights, or are getting them, and give them to nobody yet."""
+    """Those that have the weights, or are getting them, and give them to nobody yet; by id.
+    None when nobody wants them."""
+    if not targets:
+        return []
     feeding, wanted = turn.state.feeding(), {r.id for r in targets}
     return [
         replica
-        for replica in turn.state.replicas.values()
-        if _holds(replica)
-        and replica.id not in feeding
-        and not _leans_on(turn.state, replica, wanted)
+        for replica in turn.state.in_states(*HOLDS)
+        if replica.id not in feeding
+        and not (replica.peers and _leans_on(turn.state, replica, wanted))
     ]
 
 
-def kv_leaves(turn: Turn, givers: Sequence[Replica]) -> set[str]:
-    """Those whose egress is spoken for, as the policy sees it: for KV, or by KV that leaves it
-    now, as that of a decode which shuts does."""
+def with_free_egress(turn: Turn, givers: Sequence[Replica]) -> list[Replica]:
+    """Without those whose egress is spoken for, as the policy sees it: for KV, or by KV that
+    leaves it now, as that of a decode which shuts does."""
     if turn.policy.ladder_prefills_give:
-        return set()
+        return list(givers)
     leases = turn.state.leases.values()
     leaving = {source for lease in leases for source in (lease.source, lease.rest)}
-    return {r.id for r in givers if r.state in KV_LEAVES or r.id in leaving}
+    return [r for r in givers if not (r.state in KV_LEAVES or r.id in leaving)]
 
 
 def busy_links(turn: Turn) -> set[str]:
@@ -136,7 +138,7 @@ def busy_links(turn: Turn) -> set[str]:
         return set()
     found = {way.link for way, _ in traffic(state) if way.direction == "out"}
     if not turn.policy.ladder_prefills_give:
-        found |= {link_of(state, replica) for replica in state.in_states(*KV_LEAVES)}
+        found.update(links_of(state, state.in_states(*KV_LEAVES, S.NEW_PREFILL)))
     return found
 
 
@@ -152,15 +154,6 @@ def one_a_link(turn: Turn, givers: Sequence[Replica]) -> list[Replica]:
             busy.add(link)
             found.append(replica)
     return found
-
-
-def _holds(replica: Replica) -> bool:
-    return (
-        replica.worker == "attached"
-        and (replica.state in LOADING or replica.state not in WITHOUT_WEIGHTS)
-        # It serves while it loads: its links are spoken for.
-        and replica.state is not S.NEW_PREFILL
-    )
 
 
 def _leans_on(state: ClusterState, replica: Replica, targets: set[str]) -> bool:

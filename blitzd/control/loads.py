@@ -17,9 +17,9 @@ from blitzd.control.holders import (
     from_source,
     given,
     givers,
-    kv_leaves,
     one_a_link,
     sharded,
+    with_free_egress,
 )
 from blitzd.control.ladder import is_off
 from blitzd.control.turn import Turn
@@ -36,7 +36,8 @@ Sources = dict[str, Given]
 
 class LoadRung(NamedTuple):
     name: str
-    find: Callable[[Turn, Sequence[Replica]], Sources]
+    find: Callable[[Turn, Sequence[Replica], Sequence[Replica]], Sources]
+    """Of these that are to load, from those that could give."""
     none: str
     """Said to those it has no source for."""
     from_peers: bool = False
@@ -45,32 +46,41 @@ class LoadRung(NamedTuple):
 def start(turn: Turn, replicas: Sequence[Replica]) -> None:
     """Starts the loads of these replicas, which are Inactive and have a worker."""
     left = {replica.id: replica for replica in replicas}
-    skipped: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    tired = {replica.id for replica in replicas if replica.peer_failures >= TRIES}
+    # Of those that go on asking peers, and of those that do not any more.
+    skipped: dict[bool, tuple[tuple[str, str], ...]] = {False: (), True: ()}
+    giving, at = list[Replica](), 0
     for rung in RUNGS:
         if not left:
             return
         off = is_off(turn.policy, rung.name)
-        found = {} if off else rung.find(turn, _asking(rung, left.values()))
+        asking = list(left.values())
+        if rung.from_peers and tired:
+            asking = [replica for replica in asking if replica.id not in tired]
+        if rung.from_peers and not off and turn.state.seq != at:
+            # Thousands: only anew when a load has begun since.
+            giving, at = givers(turn, asking), turn.state.seq
+        found = {} if off else rung.find(turn, asking, giving)
         tails = found.keys() - {source.peers[0][0] for source in found.values() if source.peers}
         # In the order of the chains: no state shows a load from one that does not load yet.
         for replica_id, source in found.items():
-            replica, before = left.pop(replica_id), tuple(skipped[replica_id])
+            replica, before = left.pop(replica_id), skipped[replica_id in tired]
             old = _old_for(turn, replica, source) if replica_id in tails else None
             if old is not None:
                 pairs.open_pair(turn, replica, old, source.peers, rung.name, before)
             else:
                 _begin(turn, replica, rung.name, source, before)
-        for replica in left.values():
-            tired = rung.from_peers and replica.peer_failures >= TRIES
-            why = off or (f"peers failed it {TRIES} times in a row" if tired else rung.none)
-            skipped[replica.id].append((rung.name, why))
+        why = f"peers failed it {TRIES} times in a row" if rung.from_peers else rung.none
+        skipped[False] += ((rung.name, off or rung.none),)
+        skipped[True] += ((rung.name, off or why),)
 
 
 def from_peers(turn: Turn, replica: Replica) -> tuple[str, Upstream] | None:
     """(rung, whom) it can get weights from over one link; None: nobody."""
+    giving = givers(turn, [replica])
     for rung in RUNGS:
         if rung.from_peers and not is_off(turn.policy, rung.name):
-            found = rung.find(turn, [replica]).get(replica.id, Given())
+            found = rung.find(turn, [replica], giving).get(replica.id, Given())
             if found.peers and not found.shards:
                 return rung.name, found.peers
     return None
@@ -85,10 +95,6 @@ def _old_for(turn: Turn, replica: Replica, source: Given) -> Replica | None:
     if not live or not source.peers or source.shards:
         return None
     return pairs.best_old(turn)
-
-
-def _asking(rung: LoadRung, replicas: Iterable[Replica]) -> list[Replica]:
-    return [r for r in replicas if not rung.from_peers or r.peer_failures < TRIES]
 
 
 def _begin(
@@ -107,61 +113,59 @@ def _begin(
     turn.command(LoadModel(*who, peers, rung, floor_ms, shards=shards))
 
 
-def _own_file(_: Turn, targets: Sequence[Replica]) -> Sources:
+def _own_file(_: Turn, targets: Sequence[Replica], giving: Sequence[Replica]) -> Sources:
     return {replica.id: Given() for replica in targets}
 
 
-def _neighbours(turn: Turn, targets: Sequence[Replica]) -> Sources:
+def _neighbours(turn: Turn, targets: Sequence[Replica], giving: Sequence[Replica]) -> Sources:
     """Chains inside a node. A prefill gives too: its KV leaves by the network."""
-    if not targets:
-        return {}
     found: Sources = {}
-    by_node: dict[str, list[Replica]] = defaultdict(list)
-    for target in targets:
-        by_node[target.node].append(target)
-    holders = givers(turn, targets)
-    for node, group in by_node.items():
-        here = [replica for replica in holders if replica.node == node]
-        found |= given(chains(turn, here, group, set()))
+    wanting = _by_node(targets)
+    here = _by_node(replica for replica in giving if replica.node in wanting)
+    for node, group in wanting.items():
+        if node in here:
+            found |= given(chains(turn, here[node], group))
     return found
 
 
-def _shards(turn: Turn, targets: Sequence[Replica]) -> Sources:
-    if not targets:
-        return {}
-    holders = givers(turn, targets)
-    return sharded(turn, holders, targets, kv_leaves(turn, holders))
+def _by_node(replicas: Iterable[Replica]) -> dict[str, list[Replica]]:
+    found: dict[str, list[Replica]] = defaultdict(list)
+    for replica in replicas:
+        found[replica.node].append(replica)
+    return found
 
 
-def _chain(turn: Turn, targets: Sequence[Replica]) -> Sources:
-    if not targets:
-        return {}
-    holders = givers(turn, targets)
-    return given(chains(turn, holders, targets, kv_leaves(turn, holders)))
+def _shards(turn: Turn, targets: Sequence[Replica], giving: Sequence[Replica]) -> Sources:
+    # Links that nobody has described may be one.
+    free = with_free_egress(turn, giving) if turn.state.topology else []
+    return sharded(turn, free, targets)
 
 
-def _point_to_point(turn: Turn, targets: Sequence[Replica]) -> Sources:
+def _chain(turn: Turn, targets: Sequence[Replica], giving: Sequence[Replica]) -> Sources:
+    return given(chains(turn, with_free_egress(turn, giving), targets))
+
+
+def _point_to_point(turn: Turn, targets: Sequence[Replica], giving: Sequence[Replica]) -> Sources:
     """Each source gives to one: no more loads at a time than there are sources."""
-    holders = [r for r in givers(turn, targets) if r.state not in LOADING]
-    busy = kv_leaves(turn, holders)
-    free = one_a_link(turn, [replica for replica in holders if replica.id not in busy])
+    holders = [r for r in giving if r.state not in LOADING]
+    free = one_a_link(turn, with_free_egress(turn, holders))
     pairs = zip(targets, free, strict=False)
     return {target.id: Given(from_source(source)) for target, source in pairs}
 
 
-def _host_copy(turn: Turn, targets: Sequence[Replica]) -> Sources:
+def _host_copy(turn: Turn, targets: Sequence[Replica], giving: Sequence[Replica]) -> Sources:
     hits = {node for node in {r.node for r in targets} if host_cache.has_copy(turn, node)}
     return {replica.id: Given() for replica in targets if replica.node in hits}
 
 
-def _pool(turn: Turn, targets: Sequence[Replica]) -> Sources:
+def _pool(turn: Turn, targets: Sequence[Replica], giving: Sequence[Replica]) -> Sources:
     """The keeper copies its own, the others hang onto it."""
     keeper = host_pool.keeper_of(turn)
     if keeper is None or not targets or keeper.id in turn.state.feeding():
         return {}
     own = {replica.id: Given() for replica in targets if replica is keeper}
     others = [replica for replica in targets if replica is not keeper]
-    return own | given(chains(turn, [keeper], others, set()))
+    return own | given(chains(turn, [keeper], others))
 
 
 RUNGS: Sequence[LoadRung] = (

@@ -17,10 +17,10 @@ target has one source; what hangs onto an end that hangs there already makes no 
 
 import heapq
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from blitzd.control.topology import Topology
+from blitzd.control.topology import Device, Topology
 
 
 class Chain(NamedTuple):
@@ -38,31 +38,51 @@ class _End(NamedTuple):
     device: str
 
 
+ANYWHERE = ("", "")
+
+
+def _places(device: Device) -> Iterator[tuple[str, str]]:
+    """Under which the ends at this device are found."""
+    yield ANYWHERE
+    yield "domain", device.domain
+    if device.leaf:
+        yield "leaf", device.leaf
+
+
 class _Ends:
     """Ends of chains by domain, by leaf and all together; used ones are skipped lazily."""
 
     def __init__(
-        self, topology: Topology, sources: Iterable[str], busy_links: Collection[str]
+        self,
+        topology: Topology,
+        sources: Iterable[str],
+        targets: Iterable[str],
+        busy_links: Collection[str],
     ) -> None:
         self._topology = topology
         self._busy = set(busy_links)
         """Links whose egress is in use."""
         self._heaps: dict[tuple[str, str], list[_End]] = defaultdict(list)
         self._used: set[str] = set()
+        # Of thousands of sources few are near a target.
+        near: set[tuple[str, str]] = set()
+        for target in targets:
+            near.update(_places(topology.devices[target]))
+        heaps, anywhere = self._heaps, self._heaps[ANYWHERE]
         for source in sources:
-            end = _End(-topology.devices[source].rate, 0, source)
-            for heap in self._of(source):
-                heap.append(end)
-        for heap in self._heaps.values():
+            device = topology.devices[source]
+            end = _End(-device.rate, 0, source)
+            anywhere.append(end)
+            if (domain := ("domain", device.domain)) in near:
+                heaps[domain].append(end)
+            if device.leaf and (leaf := ("leaf", device.leaf)) in near:
+                heaps[leaf].append(end)
+        for heap in heaps.values():
             heapq.heapify(heap)
 
     def add(self, end: _End) -> None:
-        for heap in self._of(end.device):
-            heapq.heappush(heap, end)
-
-    def _of(self, name: str) -> tuple[list[_End], list[_End], list[_End]]:
-        device, heaps = self._topology.devices[name], self._heaps
-        return heaps["domain", device.domain], heaps["leaf", device.leaf], heaps["", ""]
+        for place in _places(self._topology.devices[end.device]):
+            heapq.heappush(self._heaps[place], end)
 
     def take(self, group: Sequence[str]) -> _End | None:
         """The best for these targets, which lie in one domain; it is no end any more."""
@@ -77,7 +97,7 @@ class _Ends:
         return found
 
     def _best_across(self, leaf: str, rate: int) -> _End | None:
-        near, anywhere = self._best("leaf", leaf), self._best("", "")
+        near, anywhere = self._best("leaf", leaf), self._best(*ANYWHERE)
         if near is None or anywhere is None:
             return anywhere
         # A slow end near by is no better than a fast one anywhere.
@@ -109,7 +129,7 @@ def plan(
     Nothing leaves a domain over `busy_links`.
     """
     free = [source for source in sources if source not in busy_egress]
-    ends = _Ends(topology, free, busy_links)
+    ends = _Ends(topology, free, targets, busy_links)
     chains: dict[str, list[str]] = {}
     heads: dict[str, str] = {}
     reached: set[str] = set()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
 from blitzd.fsm import ClusterState, Replica
+from blitzd.fsm.flow import domain_of, links_of
 
 
 class Device(NamedTuple):
@@ -50,14 +51,18 @@ def topology_of(state: ClusterState, replicas: Iterable[Replica]) -> Topology:
     described = state.topology
     slowest = min((links.rate for links in described.values()), default=1)
     fastest = max((links.rate for links in described.values()), default=1)
-    devices = {}
-    for replica in replicas:
-        links = described.get(replica.node)
-        if links is None:
-            devices[replica.id] = Device(replica.node, "", slowest)
-        else:
-            domain, link = links.domain or links.node, links.link_of(replica.id)
-            devices[replica.id] = Device(domain, links.leaf, links.rate, link)
+    devices: dict[str, Device] = {}
+    alike: dict[str, Device] = {}
+    """By node or link: replicas come by the thousand."""
+    replicas = list(replicas)
+    for replica, link in zip(replicas, links_of(state, replicas), strict=True):
+        device = alike.get(link or replica.node)
+        if device is None:
+            links = described.get(replica.node)
+            leaf, rate = ("", slowest) if links is None else (links.leaf, links.rate)
+            device = Device(domain_of(state, replica), leaf, rate, link)
+            alike[link or replica.node] = device
+        devices[replica.id] = device
     rates = {
         links.domain or links.node: links.domain_rate
         for links in described.values()

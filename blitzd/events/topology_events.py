@@ -1,7 +1,5 @@
 """Events about the network between nodes (170-179)."""
 
-import re
-
 import msgspec
 
 from blitzd.events.record import Durability, Kind, Payload, record_type
@@ -23,11 +21,21 @@ class NodeLinks(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     domain_rate: int = 0
     """Bytes a second inside the domain; 0: not told, but more than over a link."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """NODE/LINK of each."""
+        return tuple(f"{self.node}/{link}" for link in self.links)
+
     def link_of(self, replica: str) -> str:
         """NODE/LINK of a replica there, the same for all of its epochs: they take turns, as on
         the node's devices."""
-        last = re.findall(r"\d+", replica)[-1:] or ["0"]
-        return f"{self.node}/{self.links[int(last[0]) % len(self.links)]}"
+        return self.names[number_of(replica) % len(self.links)]
+
+
+def number_of(replica: str) -> int:
+    """3 of r3 and of NODE.r3."""
+    digits = replica.rpartition("r")[2]
+    return int(digits) if digits.isdecimal() else 0
 
 
 @record_type(170, Kind.EVENT, Durability.ACK)

@@ -6,9 +6,10 @@ All of it follows from leases and replicas. What has moved in the past is summed
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from blitzd.events.topology_events import number_of
 from blitzd.fsm.entities import Replica
 from blitzd.fsm.link import Lease
 from blitzd.fsm.table import LOADING
@@ -67,6 +68,17 @@ def domain_of(state: "ClusterState", replica: Replica) -> str:
 def link_of(state: "ClusterState", replica: Replica) -> str:
     links = state.topology.get(replica.node)
     return replica.id if links is None else links.link_of(replica.id)
+
+
+def links_of(state: "ClusterState", replicas: Iterable[Replica]) -> Iterator[str]:
+    """The described link of each, or nothing, for thousands at a time."""
+    names: dict[str, tuple[str, ...]] = {}
+    for replica in replicas:
+        known = names.get(replica.node)
+        if known is None:
+            links = state.topology.get(replica.node)
+            known = names[replica.node] = links.names if links else ("",)
+        yield known[number_of(replica.id) % len(known)]
 
 
 def ways(state: "ClusterState", source_id: str, target_id: str) -> tuple[Way, ...]:

@@ -25,6 +25,8 @@ DECODE_SIDE = frozenset(
 )
 """Where KV lives until its request ends; what a Colocated holds is nobody else's matter."""
 
+RANKED = TAKES_PROMPTS | ACCEPTS_PROMPTS | ACCEPTS_KV | {S.SHUTTING_NULL}
+
 NameT = TypeVar("NameT", str, int)
 
 
@@ -158,6 +160,8 @@ class Index:
         """Spares that keep the model in memory for others."""
         self.tokens: Counter[RequestState] = Counter()
         """Of prompts and of output that is computed again, by the state of their request."""
+        self._ranked: set[str] = set()
+        """Replicas that are in a ranking."""
         self._rankings = (
             self.takers,
             self.grants,
@@ -243,27 +247,37 @@ class Index:
     # Replicas.
 
     def _take_replica(self, key: str, replica: Replica | None) -> None:
-        old = self._replicas.pop(key, None)
-        if old is not None:
-            self._count_replica(key, old, -1)
+        old = self._replicas.get(key)
         if replica is None:
+            self._count_replica(key, self._replicas.pop(key, None), None)
             for ranking in self._rankings:
                 ranking.put(key, None)
+            self._ranked.discard(key)
             self.idle_workers.discard(key)
             self.restarting.discard(key)
             self.pooled.discard(key)
             return
-        new = self._replicas[key] = self._replica_row(replica)
-        self._count_replica(key, new, 1)
-        self._rank(replica)
+        at = replica.state
+        troubled = at is S.FAILED or (at is S.INACTIVE and bool(replica.trouble))
+        group = Group(replica.role, at, bool(replica.cordoned), troubled)
+        kv_blocks = 0
+        if at in DECODE_SIDE:
+            kv_blocks = max(self.reserved[key], replica.blocks_sampled)
+        new = ReplicaRow(group, replica.blocks_total, replica.block_tokens, kv_blocks)
+        if new != old:
+            self._replicas[key] = new
+            self._count_replica(key, old, new)
+        if at in RANKED or key in self._ranked:
+            self._rank(replica)
         wants = _wants_work(replica)
         self.idle_workers.add(key) if wants else self.idle_workers.discard(key)
-        restarts = bool(replica.restart_epoch or replica.stands_in)
+        restarts = replica.restart_epoch or replica.stands_in
         self.restarting.add(key) if restarts else self.restarting.discard(key)
         self.pooled.add(key) if replica.pooled else self.pooled.discard(key)
 
     def _rank(self, replica: Replica) -> None:
         key, at = replica.id, replica.state
+        self._ranked.add(key) if at in RANKED else self._ranked.discard(key)
         reserved = self.reserved[key]
         room = replica.blocks_total * replica.block_tokens
         free = room - reserved * replica.block_tokens
@@ -279,29 +293,38 @@ class Index:
         self.kv_room.put(key, room if accepts else None)
         self.nulls.put(key, replica.null_ns if at is S.SHUTTING_NULL else None)
 
-    def _replica_row(self, replica: Replica) -> ReplicaRow:
-        kv_blocks = 0
-        if replica.state in DECODE_SIDE:
-            kv_blocks = max(self.reserved[replica.id], replica.blocks_sampled)
-        troubled = replica.state is S.FAILED or (
-            replica.state is S.INACTIVE and bool(replica.trouble)
-        )
-        group = Group(replica.role, replica.state, bool(replica.cordoned), troubled)
-        return ReplicaRow(group, replica.blocks_total, replica.block_tokens, kv_blocks)
+    def _count_replica(self, key: str, old: ReplicaRow | None, new: ReplicaRow | None) -> None:
+        """Takes out what it was counted as, and puts in what it is."""
+        was, now = old and old.group, new and new.group
+        if was != now:
+            self._regroup(key, was, now)
+        if old is not None and new is not None and _same_blocks(old, new):
+            return
+        for row, by in ((old, -1), (new, 1)):
+            if row is None:
+                continue
+            _add(self.block_sizes, row.block_tokens, by)
+            if row.group.state in DECODE_SIDE:
+                self.kv_blocks += by * row.kv_blocks
+                _add(self.kv_sizes, row.blocks_total, by)
 
-    def _count_replica(self, key: str, row: ReplicaRow, by: int) -> None:
-        group = self.groups.setdefault(row.group, [])
-        if by > 0:
-            insort(group, key)
-        else:
+    def _regroup(self, key: str, was: Group | None, now: Group | None) -> None:
+        if was is not None:
+            group = self.groups[was]
             del group[bisect_left(group, key)]
-        if not group:
-            del self.groups[row.group]
-        _add(self.roles, row.group.role, by)
-        _add(self.block_sizes, row.block_tokens, by)
-        if row.group.state in DECODE_SIDE:
-            self.kv_blocks += by * row.kv_blocks
-            _add(self.kv_sizes, row.blocks_total, by)
+            if not group:
+                del self.groups[was]
+        if now is not None:
+            insort(self.groups.setdefault(now, []), key)
+        if was is None or now is None or was.role != now.role:
+            for role, by in ((was, -1), (now, 1)):
+                if role is not None:
+                    _add(self.roles, role.role, by)
+
+
+def _same_blocks(old: ReplicaRow, new: ReplicaRow) -> bool:
+    sides = (old.group.state in DECODE_SIDE, new.group.state in DECODE_SIDE)
+    return old[1:] == new[1:] and sides[0] == sides[1]
 
 
 def _row_of(request: Request) -> RequestRow:

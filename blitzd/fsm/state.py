@@ -34,6 +34,17 @@ Entity = Node | Replica | Request | Lease | Link | Pair | Plan | Agent | NodeLin
 Key = tuple[str, str | int]
 
 
+TABLES = {
+    "replica": "replicas",
+    "request": "requests",
+    "lease": "leases",
+    "link": "links",
+    "pair": "pairs",
+    "agent": "agents",
+    "topology": "topology",
+}
+
+
 class ClusterState:
     """Everything the fold knows. Mutated by `fold` alone."""
 
@@ -132,17 +143,8 @@ class ClusterState:
             return self.node
         if kind == "plan":
             return self.plan if self.plan != Plan() else None
-        tables: dict[str, dict[Any, Any]] = {
-            "replica": self.replicas,
-            "request": self.requests,
-            "lease": self.leases,
-            "link": self.links,
-            "pair": self.pairs,
-            "agent": self.agents,
-            "topology": self.topology,
-        }
-        entity: Entity | None = tables[kind].get(key)
-        return entity
+        table: dict[Any, Entity] = getattr(self, TABLES[kind])
+        return table.get(key)
 
     # Outside forms.
 
@@ -296,13 +298,13 @@ def _encoded(kind: str, key: str | int, entity: Entity) -> bytes:
     them it writes. A new field must not change what is hashed, so the narrow one takes its
     place, but not for replicas, which have been hashed with the wide one from the start.
     """
-    name = msgspec.msgpack.encode((kind, key))
-    fields = msgspec.msgpack.encode(entity, order="deterministic")
+    name, fields = _to_msgpack((kind, key)), _to_msgpack(entity)
     if fields.startswith(_WIDE_MAP) and fields[2] < 16 and kind != "replica":
         fields = bytes((0x80 | fields[2],)) + fields[3:]
     return b"\x93" + name[1:] + fields
 
 
+_to_msgpack = msgspec.msgpack.Encoder(order="deterministic").encode
 _WIDE_MAP = b"\xde\x00"
 
 

@@ -13,8 +13,12 @@ PER_NODE = 8
 MS = 1_000_000
 
 
-def large(prefill: int, decode: int, spare: int, **policy: int) -> Core:
-    """All serve or are attached spares; the planner is on and has settled."""
+NODES_PER_LEAF = 32
+
+
+def large(prefill: int, decode: int, spare: int, *, described: bool = False, **policy: int) -> Core:
+    """All serve or are attached spares; the planner is on and has settled. `described`: each
+    node has as many links as replicas, and so many nodes a leaf."""
     state, seq = ClusterState(), count(1)
 
     def emit(event: Payload) -> None:
@@ -28,6 +32,14 @@ def large(prefill: int, decode: int, spare: int, **policy: int) -> Core:
         "max_queued_requests": 1_000_000,
     } | policy
     emit(ev.NodeStarted(1, "test", "local", Policy(**policy).pairs(), CORE_VERSION))
+    if described:
+        links = tuple(f"eth{i}" for i in range(PER_NODE))
+        nodes = [f"n{i}" for i in range(-(-(prefill + decode + spare) // PER_NODE))]
+        described_nodes = (
+            ev.NodeLinks(node, links, 12_500_000_000, f"l{i // NODES_PER_LEAF}")
+            for i, node in enumerate(nodes)
+        )
+        emit(ev.TopologyDescribed(tuple(described_nodes)))
     roles = ["prefill"] * prefill + ["decode"] * decode + ["spare"] * spare
     for number, role in enumerate(roles):
         name = f"r{number}"
@@ -39,4 +51,5 @@ def large(prefill: int, decode: int, spare: int, **policy: int) -> Core:
             emit(ev.LoadFinished(name, 1, "d", "map", 30, 1000, 64, BLOCKS))
         if role == "decode":
             emit(ev.DecodeOpened(name, 1))
+    state.hash()  # as in a log that grew: what is hashed later is what changed
     return Core(state)
