@@ -94,7 +94,10 @@ async def main() -> int:
         asyncio.get_running_loop().add_signal_handler(number, running.cancel)
     await asyncio.wait([running])
     print(f"layers paced at {LAYER_S * 1e3:.0f} ms, {RATE} times one replica's rate of arrivals")
-    print(*report(bench.seen), bench.busy, f"{time.monotonic() - began:.0f} s in all", sep="\n")
+    print(*report(bench.seen), sep="\n")
+    if bench.busy.wall_s:
+        print(bench.busy)
+    print(f"{time.monotonic() - began:.0f} s in all")
     if asked.draw is not None and 0 < asked.draw <= len(bench.seen[Policy.ILP_FREE]):
         found = bench.seen[Policy.ILP_FREE][asked.draw - 1]
         print(as_text(trial_of(found.recorded()).pair, found.outcome))

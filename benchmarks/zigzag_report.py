@@ -16,6 +16,8 @@ from blitzd.sim.stats import percentile
 from blitzd.sim.zigzag import RecordedPair, Trial, embedding_share, run_trials
 
 BASE = Policy.STOP_THE_WORLD
+QUIET = 0.6
+"""Share of the cores up to which pacing stands for replicas with cores of their own."""
 
 
 def trial_of(found: RecordedPair) -> Trial:
@@ -108,9 +110,10 @@ class Busy:
     def __str__(self) -> str:
         cores = os.cpu_count() or 1
         mine, all_ = (s / (cores * self.wall_s) for s in (self.cpu_s, self.machine_s))
+        late = f"; over {QUIET:.0%}, what waited for a core is in the figures" * (all_ > QUIET)
         return (
-            f"CPU: {mine:.0%} of {cores} cores by this benchmark, {all_:.0%} by all that ran; load "
-            f"average {statistics.median(self.loadavg):.1f} (it counts what waits as well)"
+            f"CPU: {mine:.0%} of {cores} cores by this benchmark, {all_:.0%} by all that ran, load "
+            f"average {statistics.median(self.loadavg):.1f}{late}"
         )
 
 
