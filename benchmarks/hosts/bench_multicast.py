@@ -31,11 +31,11 @@ from cyclopts import Parameter
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from blitzd.control import shards
+from blitzd.control.chunks import chunk_bytes
 from blitzd.control.multicast import Chain, arrivals
 from blitzd.engine.catalogue import prepared_dir
 from blitzd.engine.layout import read_model_file
 from blitzd.fabric import SharedArena
-from blitzd.fabric.ucx_env import CHUNK_BYTES
 from tests.engine.workers import Client, zygote
 from tests.hosts.netns import Hosts, hosts, why_not
 from tests.hosts.transfers import (
@@ -63,11 +63,17 @@ def cpu_s(clients: dict[str, Client]) -> float:
 
 
 async def measure(
-    made: Hosts, model: Path, hollow: Path, directory: Path, counts: tuple[int, ...], unicast: bool
+    made: Hosts,
+    model: Path,
+    hollow: Path,
+    directory: Path,
+    counts: tuple[int, ...],
+    unicast: bool,
+    chunk_kib: int,
 ) -> None:
     size = read_model_file(model).layout.length
     print(f"arena {size / 1e6:.0f} MB, links {made.rate_mbit:.0f} Mbit/s, {os.cpu_count()} cores")
-    print("receivers  way     goodput   ideal    last  ratio  planned  CPU s  load")
+    print("receivers  way     goodput   ideal    last  ratio  planned  chunk KiB  CPU s  load")
     with zygote(directory) as zygotes:
         for count in counts:
             targets = [f"h{i + 1}" for i in range(count)]
@@ -75,20 +81,24 @@ async def measure(
                 goodput = made.goodput(0, 1)
                 topology = topology_of(made, goodput)
                 chains = chained(topology, "h0", targets) if way == "chain" else []
+                hops = count if way == "chain" else 1
+                chunk = chunk_kib << 10 or chunk_bytes(size, hops, round(goodput))
                 async with workers(zygotes, made, count + 1) as clients:
                     await receive(clients["h0"], model, [])
                     before = cpu_s(clients)
-                    took = await multicast(clients, hollow, chains or alone("h0", targets))
+                    plan = chains or alone("h0", targets)
+                    took = await multicast(clients, hollow, plan, chunk)
                     spent = cpu_s(clients) - before
                 ideal, last = size / goodput, max(took.values())
                 load, _, _ = os.getloadavg()
                 planned = max(
-                    arrivals(topology, one, size, CHUNK_BYTES)[-1]
+                    arrivals(topology, one, size, chunk)[-1]
                     for one in chains or [Chain("h0", ("h1",))]
                 ) * (1 if chains else count)
                 print(
                     f"{count:9}  {way:5} {goodput / 1e6:6.1f} MB/s {ideal:6.2f} s {last:6.2f} s"
-                    f"  {last / ideal:5.3f} {planned:6.2f} s  {spent:5.2f}  {load:4.1f}",
+                    f"  {last / ideal:5.3f} {planned:6.2f} s  {chunk >> 10:9}  {spent:5.2f}"
+                    f"  {load:4.1f}",
                     flush=True,
                 )
 
@@ -103,11 +113,18 @@ def gather_s(size: int) -> float:
 
 
 async def measure_shards(
-    rate: float, model: Path, hollow: Path, directory: Path, machines: tuple[int, ...]
+    rate: float,
+    model: Path,
+    hollow: Path,
+    directory: Path,
+    machines: tuple[int, ...],
+    chunk_kib: int,
 ) -> None:
     size = read_model_file(model).layout.length
     print(f"\n{LINKS} links a machine of {rate:.0f} Mbit/s, a worker at each")
-    print("machines  goodput of one   ideal  gather    last  ratio  planned  CPU s  load")
+    print(
+        "machines  goodput of one   ideal  gather    last  ratio  planned  chunk KiB  CPU s  load"
+    )
     with zygote(directory) as zygotes:
         for count in machines:
             with hosts(count + 1, rate, LINKS) as made:
@@ -115,19 +132,21 @@ async def measure_shards(
                 gather = gather_s(size - size // LINKS)
                 topology = wide_topology(made, goodput, (size - size // LINKS) / gather)
                 plan = sharded(topology, "h0")
+                chunk = chunk_kib << 10 or chunk_bytes(size // LINKS, count, round(goodput))
                 async with workers(zygotes, made, count + 1) as clients:
                     sources = [clients[chain.source] for chain in plan.chains]
                     for source in sources:
                         await receive(source, model, [])
                     before = cpu_s(clients)
-                    last = max((await multicast(clients, hollow, plan)).values())
+                    last = max((await multicast(clients, hollow, plan, chunk)).values())
                     spent = cpu_s(clients) - before
             ideal = size / LINKS / goodput
             load, _, _ = os.getloadavg()
-            planned = max(shards.arrivals(topology, plan, size, CHUNK_BYTES).values())
+            planned = max(shards.arrivals(topology, plan, size, chunk).values())
             print(
                 f"{count:8}  {goodput / 1e6:9.1f} MB/s {ideal:6.2f} s {gather:5.2f} s {last:6.2f} s"
-                f"  {last / (ideal + gather):5.3f} {planned:6.2f} s  {spent:5.2f}  {load:4.1f}",
+                f"  {last / (ideal + gather):5.3f} {planned:6.2f} s  {chunk >> 10:9}  {spent:5.2f}"
+                f"  {load:4.1f}",
                 flush=True,
             )
 
@@ -138,6 +157,7 @@ def main(
     receivers: Annotated[tuple[int, ...], Parameter(negative=())] = COUNTS,
     unicast: bool = True,
     machines: Annotated[tuple[int, ...], Parameter(negative=())] = MACHINES,
+    chunk_kib: int = 0,
 ) -> int:
     """Print the table.
 
@@ -153,6 +173,8 @@ def main(
         Also point to point.
     machines
         Counts of machines that take shards in over two links each.
+    chunk_kib
+        Of a message, KiB; 0: as planned.
     """
     reason = why_not()
     if reason:
@@ -172,9 +194,9 @@ def main(
         shutil.copytree(model, hollow, ignore=shutil.ignore_patterns("arena.bin"))
         if receivers:
             with hosts(max(receivers) + 1, rate) as made:
-                asyncio.run(measure(made, model, hollow, directory, receivers, unicast))
+                asyncio.run(measure(made, model, hollow, directory, receivers, unicast, chunk_kib))
         if machines:
-            asyncio.run(measure_shards(rate, model, hollow, directory, machines))
+            asyncio.run(measure_shards(rate, model, hollow, directory, machines, chunk_kib))
     finally:
         shutil.rmtree(directory)
     return 0

@@ -45,6 +45,8 @@ class LoadModel(msgspec.Struct, frozen=True):
     says its blocks (LoadMoved), and is given prompts."""
     shards: tuple[tuple[str, int], ...] = ()
     """(replica, epoch) of those that bring a shard each to its domain; not of a live load."""
+    chunk_bytes: int = 0
+    """Of what comes over the network, a message; 0: as many as the transport takes."""
 
 
 class FollowLive(msgspec.Struct, frozen=True):

@@ -1,10 +1,12 @@
 """Which replicas can give their weights to others, and to whom."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from blitzd.control import multicast, shards
-from blitzd.control.topology import topology_of
+from blitzd.control.chunks import chunk_of
+from blitzd.control.multicast import Chain
+from blitzd.control.topology import Topology, topology_of
 from blitzd.control.turn import Turn
 from blitzd.fsm import ClusterState, Replica, ReplicaState
 from blitzd.fsm.flow import link_of, links_of, traffic
@@ -31,30 +33,28 @@ class Given(NamedTuple):
     """None: from the node's own file."""
     shards: Upstream = ()
     """Who of its domain brings which shard; none: the load is not sharded."""
+    chunk: int = 0
+    """Bytes of a message over the network; 0: as many as the transport takes."""
 
 
-def given(chains: Mapping[str, Upstream]) -> dict[str, Given]:
-    return {replica_id: Given(upstream) for replica_id, upstream in chains.items()}
-
-
-def chains(
-    turn: Turn, sources: Sequence[Replica], targets: Sequence[Replica]
-) -> dict[str, Upstream]:
+def chains(turn: Turn, sources: Sequence[Replica], targets: Sequence[Replica]) -> dict[str, Given]:
     """Of each target that a chain reaches, in the order in which the bytes pass them."""
     replicas = turn.state.replicas
     if not sources or not targets:
         return {}
+    topology = topology_of(turn.state, (*sources, *targets))
     planned = multicast.plan(
-        topology_of(turn.state, (*sources, *targets)),
+        topology,
         [r.id for r in sources],
         [r.id for r in targets],
         busy_links=busy_links(turn),
     )
-    found: dict[str, Upstream] = {}
+    found: dict[str, Given] = {}
     for chain in planned:
         upstream = from_source(replicas[chain.source])
+        chunk = _chunk(turn.state, topology, chain, 1)
         for target_id in chain.targets:
-            found[target_id] = upstream
+            found[target_id] = Given(upstream, (), chunk)
             upstream = ((target_id, replicas[target_id].epoch), *upstream[: PEERS - 1])
     return found
 
@@ -66,20 +66,30 @@ def sharded(turn: Turn, sources: Sequence[Replica], targets: Sequence[Replica]) 
         return {}
     busy_in = {way.link for way, _ in traffic(turn.state) if way.direction == "in"}
     found: dict[str, Given] = {}
+    topology = topology_of(turn.state, (*sources, *targets))
     for one in shards.plan(
-        topology_of(turn.state, (*sources, *targets)),
+        topology,
         [r.id for r in sources],
         [r.id for r in targets],
         busy_out=busy_links(turn),
         busy_in=busy_in,
     ):
+        chunk = min(_chunk(turn.state, topology, c, len(one.chains)) for c in one.chains)
         for upstreams, beside in _places(turn.state, one):
             takers = tuple(_named(turn.state, taker) for taker in upstreams)
             for taker, upstream in upstreams.items():
-                found[taker] = Given(upstream[:PEERS], takers)
+                found[taker] = Given(upstream[:PEERS], takers, chunk)
             for target in beside:
-                found[target] = Given(takers[:PEERS], takers)
+                found[target] = Given(takers[:PEERS], takers, chunk)
     return found
+
+
+def _chunk(state: ClusterState, topology: Topology, chain: Chain, parts: int) -> int:
+    """For so many parts of the weights, where links are described."""
+    source = state.replicas[chain.source]
+    if not state.topology or not source.bytes_total:
+        return 0
+    return chunk_of(topology, chain, source.bytes_total // parts, len(source.peers))
 
 
 def _places(

@@ -15,7 +15,6 @@ from blitzd.control.holders import (
     Upstream,
     chains,
     from_source,
-    given,
     givers,
     one_a_link,
     sharded,
@@ -104,13 +103,13 @@ def _begin(
     given: Given,
     skipped: tuple[tuple[str, str], ...],
 ) -> None:
-    peers, shards = given
+    peers, shards, chunk = given
     source = peers[0][0] if peers else rung
     who = (replica.id, replica.epoch)
     turn.emit(ev.LoadStarted(*who, replica.role, source, peers, rung, skipped, shards))
     policy = turn.policy
     floor_ms = policy.mock_transfer_ms if peers else policy.mock_load_ms
-    turn.command(LoadModel(*who, peers, rung, floor_ms, shards=shards))
+    turn.command(LoadModel(*who, peers, rung, floor_ms, shards=shards, chunk_bytes=chunk))
 
 
 def _own_file(_: Turn, targets: Sequence[Replica], giving: Sequence[Replica]) -> Sources:
@@ -124,7 +123,7 @@ def _neighbours(turn: Turn, targets: Sequence[Replica], giving: Sequence[Replica
     here = _by_node(replica for replica in giving if replica.node in wanting)
     for node, group in wanting.items():
         if node in here:
-            found |= given(chains(turn, here[node], group))
+            found |= chains(turn, here[node], group)
     return found
 
 
@@ -142,7 +141,7 @@ def _shards(turn: Turn, targets: Sequence[Replica], giving: Sequence[Replica]) -
 
 
 def _chain(turn: Turn, targets: Sequence[Replica], giving: Sequence[Replica]) -> Sources:
-    return given(chains(turn, with_free_egress(turn, giving), targets))
+    return chains(turn, with_free_egress(turn, giving), targets)
 
 
 def _point_to_point(turn: Turn, targets: Sequence[Replica], giving: Sequence[Replica]) -> Sources:
@@ -165,7 +164,7 @@ def _pool(turn: Turn, targets: Sequence[Replica], giving: Sequence[Replica]) -> 
         return {}
     own = {replica.id: Given() for replica in targets if replica is keeper}
     others = [replica for replica in targets if replica is not keeper]
-    return own | given(chains(turn, [keeper], others))
+    return own | chains(turn, [keeper], others)
 
 
 RUNGS: Sequence[LoadRung] = (

@@ -45,6 +45,7 @@ class Means:
         deadline: float,
     ) -> None:
         """`deadline` is a time of `time.monotonic()`."""
+        self.chunk_bytes = plan.chunk_bytes
         self.sources_of_all = plan.peers
         """And not of a shard alone: what the load's source is one of."""
         self.filling = filling
@@ -136,6 +137,7 @@ class Lane:
         await ucx.start()
         call = self._call(peer, start, end, BEGIN_MS if self._means.first_time(peer) else 0)
         call.ucx_address, call.ucx_tag = ucx.address, ucx.new_tag()
+        call.chunk_bytes = self._means.chunk_bytes
         there = await self._ask(peer, call)
         owner = str(peer.identity)
         await ucx.receive(
@@ -145,6 +147,7 @@ class Lane:
             [(start, end - start)],
             self._means.deadline,
             on_bytes=lambda count: filling.advance(start, start + count, owner),
+            chunk_bytes=call.chunk_bytes,
         )
 
     async def _gather(self, peer: Peer, start: int, end: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from blitzd.engine.coverage import Range, shards
 from blitzd.engine.errors import InvalidField
 from blitzd.engine.layout import ALIGNMENT
-from blitzd.fabric import Identity
+from blitzd.fabric import CHUNK_BYTES, Identity
 from blitzd.proto.blitzd.engine import v1 as pb
 
 
@@ -35,6 +35,8 @@ class Plan:
     """Each has all of the weights, or will; nearest first."""
     shards: tuple[Peer, ...]
     """The workers of this domain that bring a range each; none: the load is not sharded."""
+    chunk_bytes: int
+    """Of a message over UCX."""
 
     def shares(self, size: int, here: Identity) -> list[Share]:
         """All of [0, size)."""
@@ -53,7 +55,10 @@ def plan_of(message: pb.LoadModelRequest) -> Plan:
     """Raises InvalidField."""
     if message.shards and not message.peers:
         raise InvalidField("peers: none; a sharded load needs those that have all of the weights")
-    return Plan(_parsed("peers", message.peers), _parsed("shards", message.shards))
+    chunk = message.chunk_bytes or CHUNK_BYTES
+    if chunk > CHUNK_BYTES:
+        raise InvalidField(f"chunk_bytes: {chunk}; accepted: up to {CHUNK_BYTES}")
+    return Plan(_parsed("peers", message.peers), _parsed("shards", message.shards), chunk)
 
 
 def _parsed(field: str, peers: Sequence[pb.WeightPeer]) -> tuple[Peer, ...]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import structlog
 
 from blitzd.engine.errors import InvalidField, NotReady, Overloaded
-from blitzd.fabric import FabricError, Identity, UcxFabric
+from blitzd.fabric import CHUNK_BYTES, FabricError, Identity, UcxFabric
 from blitzd.proto.blitzd.engine import v1 as pb
 
 SENDS = 16
@@ -87,6 +87,8 @@ class WeightServer:
                 f"offset, length: {message.offset}, {message.length}; the weights have"
                 f" {offer.size} bytes"
             )
+        if message.chunk_bytes > CHUNK_BYTES:
+            raise InvalidField(f"chunk_bytes: {message.chunk_bytes}; accepted: up to {CHUNK_BYTES}")
         if message.transport is pb.Transport.MAP:
             return await self._point_to(offer, message.offset, end, min(until, deadline))
         if len(self._sends) >= SENDS:
@@ -132,6 +134,7 @@ class WeightServer:
                 [(offset, end - offset)],
                 deadline,
                 available=lambda: offer.reach(offset) - offset,
+                chunk_bytes=message.chunk_bytes or CHUNK_BYTES,
             )
             log.info("weights sent", offset=offset, bytes=sent)
         except (FabricError, ValueError) as error:

@@ -20,8 +20,10 @@ from blitzd.fabric.identity import Identity
 from blitzd.fabric.mapped_peer import MappedPeer, MappedPeers
 from blitzd.fabric.segments import Segment
 from blitzd.fabric.ucx import UcxFabric
+from blitzd.fabric.ucx_env import CHUNK_BYTES
 
 __all__ = [
+    "CHUNK_BYTES",
     "PLAIN",
     "ArenaServer",
     "FabricError",

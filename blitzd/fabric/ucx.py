@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from blitzd.fabric.errors import FabricError
 from blitzd.fabric.identity import Identity
 from blitzd.fabric.segments import Bytes, Segment, as_bytes, checked, refuse_overlap, total
+from blitzd.fabric.ucx_env import CHUNK_BYTES
 from blitzd.fabric.ucx_thread import UcxThread
 from blitzd.fabric.ucx_transfer import Job
 from blitzd.fabric.ucx_wire import Address, data_tag, draw_tag
@@ -77,15 +78,16 @@ class UcxFabric:
         deadline: float,
         on_bytes: Callable[[int], None] | None = None,
         available: Callable[[], int] | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> int:
         """Sends `segments` of `buffer`; returns their bytes once the peer has them all.
 
         `deadline` is a time of `time.monotonic()`; `on_bytes` is told on the fabric's thread
         how many of the first bytes have left. `available`, asked on that thread, says how
         many of the first bytes may leave by now: those that a `receive` of this fabric
-        brings are forwarded at once, others within 50 ms. Raises SegmentError, ValueError for a bad
-        address or tag, IdentityMismatch when the peer's epoch is an old one, PeerLost,
-        TransferTimeout.
+        brings are forwarded at once, others within 50 ms. `chunk_bytes`, those of one message,
+        are the same at both ends. Raises SegmentError, ValueError for a bad address, tag or
+        chunk, IdentityMismatch when the peer's epoch is an old one, PeerLost, TransferTimeout.
         """
         view = as_bytes(buffer, writable=False, name="buffer")
         return await self._transfer(
@@ -97,6 +99,7 @@ class UcxFabric:
             deadline,
             on_bytes,
             available,
+            chunk_bytes,
         )
 
     async def receive(
@@ -107,6 +110,7 @@ class UcxFabric:
         segments: Sequence[Segment],
         deadline: float,
         on_bytes: Callable[[int], None] | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> int:
         """Receives onto `segments` of `buffer`; returns their bytes.
 
@@ -118,7 +122,15 @@ class UcxFabric:
         targets = checked(segments, len(view), "segments")
         refuse_overlap(targets, "segments")
         return await self._transfer(
-            UcxThread.receive, peer_address, tag, view, targets, deadline, on_bytes, None
+            UcxThread.receive,
+            peer_address,
+            tag,
+            view,
+            targets,
+            deadline,
+            on_bytes,
+            None,
+            chunk_bytes,
         )
 
     async def _transfer(
@@ -131,13 +143,17 @@ class UcxFabric:
         deadline: float,
         on_bytes: Callable[[int], None] | None,
         available: Callable[[], int] | None,
+        chunk_bytes: int,
     ) -> int:
         address = Address.decode(peer_address)
         data_tag(tag)
         await self.start()
         assert self._thread is not None
-        what = (tag, view, segments, deadline)
-        error = await _run(self._thread, start, address, what, on_bytes, available)
+
+        def job(finish: Callable[[FabricError | None], None]) -> Job:
+            return Job(tag, view, segments, deadline, finish, on_bytes, available, chunk_bytes)
+
+        error = await _run(self._thread, start, address, job)
         if error is None:
             return total(segments)
         try:
@@ -163,9 +179,7 @@ async def _run(
     thread: UcxThread,
     start: Callable[[UcxThread, Address, Job], None],
     address: Address,
-    what: tuple[int, Bytes, list[Segment], float],
-    on_bytes: Callable[[int], None] | None,
-    available: Callable[[], int] | None,
+    make: Callable[[Callable[[FabricError | None], None]], Job],
 ) -> FabricError | None:
     """Returns when the thread is done with the buffer, also when cancelled."""
     loop = asyncio.get_running_loop()
@@ -176,7 +190,7 @@ async def _run(
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(done.set_result, error)
 
-    job = Job(*what, finish, on_bytes, available)
+    job = make(finish)
     limit = job.deadline + STUCK_S
     start(thread, address, job)
     try:

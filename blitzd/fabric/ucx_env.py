@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 CHUNK_BYTES = 1 << 20
-"""Payload of one message."""
+"""Payload of one message, at most."""
 
 SEGMENT_BYTES = CHUNK_BYTES + (64 << 10)
 """A whole message must fit one TCP segment of UCX. Of a message in several segments the

@@ -33,9 +33,14 @@ class Job:
     available: Callable[[], int] | None = None
     """Of a sender, asked on the fabric's thread: how many of the first bytes may leave. None:
     all."""
+    chunk: int = CHUNK_BYTES
+    """Bytes of one message; both ends say the same."""
     total: int = field(init=False)
 
     def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if not 0 < self.chunk <= CHUNK_BYTES:
+            raise ValueError(f"chunk_bytes: {self.chunk}; accepted: 1 to {CHUNK_BYTES}")
         self.total = total(self.segments)
 
 
@@ -61,7 +66,7 @@ class Transfer(ABC):
     def __init__(self, job: Job, line: Line) -> None:
         self.job = job
         self.line = line
-        self.chunks = math.ceil(job.total / CHUNK_BYTES)
+        self.chunks = math.ceil(job.total / job.chunk)
         self.closed = False
         """Both ends have agreed that nothing more will be said."""
         self.over = False
@@ -70,7 +75,7 @@ class Transfer(ABC):
         self._cursor = Cursor(job.segments)
 
     def size(self, chunk: int) -> int:
-        return min(CHUNK_BYTES, self.job.total - chunk * CHUNK_BYTES)
+        return min(self.job.chunk, self.job.total - chunk * self.job.chunk)
 
     def settle(self, error: FabricError | None) -> None:
         if not self.over:
@@ -93,7 +98,7 @@ class Transfer(ABC):
         if self.job.on_bytes is None:
             return
         try:
-            self.job.on_bytes(min(count * CHUNK_BYTES, self.job.total))
+            self.job.on_bytes(min(count * self.job.chunk, self.job.total))
         except Exception as error:
             # The caller's fault ends the caller's transfer, not everybody's.
             self.give_up(FabricError(f"on_bytes raised {error!r}"))
@@ -150,8 +155,8 @@ class Outgoing(Transfer):
         return moved
 
     def _is_available(self, chunk: int) -> bool:
-        available = self.job.available
-        return available is None or available() >= min((chunk + 1) * CHUNK_BYTES, self.job.total)
+        job = self.job
+        return job.available is None or job.available() >= min((chunk + 1) * job.chunk, job.total)
 
     def give_up(self, error: FabricError) -> None:
         if self.over:

@@ -99,6 +99,7 @@ class WorkerCalls:
             floor_ms=how.floor_ms,
             live=how.live,
             shards=shards,
+            chunk_bytes=how.chunk_bytes,
         )
         last = pb.LoadProgress()
         reason = "the worker's load stream ended early"

@@ -51,6 +51,8 @@ def test_each_link_of_each_node_carries_a_shard_and_the_event_names_them() -> No
         "map": "off: ladder_map is 0",
         "nvlink": "nobody of its node has weights to give",
     }
+    # 500 bytes of each shard, over two hops of 12 GB/s: the least.
+    assert {c.chunk_bytes for c in world.commanded(LoadModel)} == {64 << 10}
     told = {c.replica: (c.peers, c.shards, c.rung) for c in world.commanded(LoadModel)}
     assert told == {r: (e.peers, e.shards, "shard") for r, e in found.items()}
     over = [(link["source"], link["target"]) for link in world.state.to_json()["links"]]

@@ -35,6 +35,7 @@ class ShardedLoad(Load):
         transport: pb.Transport = pb.Transport.MAP,
     ) -> None:
         super().__init__(client, model, *peers)
+        self.call.chunk_bytes = 192 << 10
         # The call begins with the loop's next turn.
         self.call.shards = [
             pb.WeightPeer(
@@ -52,7 +53,10 @@ def sizes(model: Path, count: int) -> list[int]:
     return [end - start for start, end in cut]
 
 
-@pytest.mark.parametrize("transport", [pb.Transport.MAP, pb.Transport.UCX])
+@pytest.mark.parametrize(
+    "transport",
+    [pb.Transport.MAP, pytest.param(pb.Transport.UCX, marks=pytest.mark.slow)],
+)
 def test_each_byte_comes_once_from_a_source_and_the_rest_from_the_neighbour(
     zygotes, model, hollow, transport
 ):
@@ -93,7 +97,7 @@ def test_each_byte_comes_once_from_a_source_and_the_rest_from_the_neighbour(
     run(talk(), 60)
 
 
-@pytest.mark.parametrize("layers", [0, 3])
+@pytest.mark.parametrize("layers", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_the_death_of_a_shards_source_is_made_up_for_by_the_next(zygotes, model, hollow, layers):
     async def kill_it() -> bool:
         """False when it came too late to hit the transfer."""
@@ -121,6 +125,7 @@ def test_the_death_of_a_shards_source_is_made_up_for_by_the_next(zygotes, model,
     run(until_hit(), 60)
 
 
+@pytest.mark.slow
 def test_without_any_source_left_for_a_shard_it_comes_the_neighbours_way(zygotes, model, hollow):
     async def talk() -> None:
         async with workers(zygotes, "s0", "s1", "a", "b") as (s0, s1, a, b):
@@ -138,6 +143,7 @@ def test_without_any_source_left_for_a_shard_it_comes_the_neighbours_way(zygotes
     run(talk(), 60)
 
 
+@pytest.mark.slow
 def test_the_death_of_a_neighbour_leaves_its_shard_to_the_own_peers(zygotes, model, hollow):
     async def talk() -> None:
         async with workers(zygotes, "s0", "s1", "a", "b") as (s0, s1, a, b):

@@ -17,7 +17,7 @@ import numpy as np
 import uvloop
 import xxhash
 
-from blitzd.fabric import ArenaServer, MappedPeers, SharedArena, UcxFabric
+from blitzd.fabric import CHUNK_BYTES, ArenaServer, MappedPeers, SharedArena, UcxFabric
 from blitzd.fabric.ucx_env import binding
 
 binding()
@@ -190,11 +190,15 @@ class _Servant:
         size: int,
         segments: Segments,
         within: float = 10.0,
+        chunk: int = CHUNK_BYTES,
         **acts: int,
     ) -> dict[str, Any]:
         watch = _acting(**acts)
         source = await asyncio.to_thread(content, seed, size)
-        moved = await self._fabric.send(to, tag, source, segments, time.monotonic() + within, watch)
+        deadline = time.monotonic() + within
+        moved = await self._fabric.send(
+            to, tag, source, segments, deadline, watch, chunk_bytes=chunk
+        )
         return {"moved": moved}
 
     async def receive(
@@ -204,12 +208,13 @@ class _Servant:
         size: int,
         segments: Segments,
         within: float = 10.0,
+        chunk: int = CHUNK_BYTES,
         **acts: int,
     ) -> dict[str, Any]:
         target = await asyncio.to_thread(np.full, size, 0xEE, dtype=np.uint8)
         watch = _acting(**acts)
         moved = await self._fabric.receive(
-            source, tag, target, segments, time.monotonic() + within, watch
+            source, tag, target, segments, time.monotonic() + within, watch, chunk
         )
         at = time.monotonic()
         return {"moved": moved, "at": at, **await asyncio.to_thread(_seen, target, segments)}

@@ -24,7 +24,8 @@ def gather(backend: str, ranks: int, size: int, directory: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "size"),
-    [(3, 1_000_003), (2, 100)],  # with a rest; and nothing but one
+    # With a rest; and nothing but one.
+    [(3, 1_000_003), pytest.param(2, 100, marks=pytest.mark.slow)],
 )
 def test_every_rank_has_all_bytes_after_it(ranks: int, size: int, tmp_path: Path) -> None:
     gather("gloo", ranks, size, tmp_path)

@@ -19,8 +19,10 @@ def pair():
         peer.end()
 
 
-def expect_moved(source, target, size, cut, into):
-    tag, sending, receiving = move(source, target, size, cut, into)
+def expect_moved(source, target, size, cut, into, **both):
+    tag, sending, receiving = move(
+        source, target, size, cut, into, source_extra=both, target_extra=both
+    )
     received = target.reply(receiving)
     assert received.get("digest") == moved_digest(tag, size, cut), received
     assert received["others_untouched"]
@@ -57,6 +59,21 @@ def test_any_segment_lists_arrive_exactly(pair, cut):
 @pytest.mark.parametrize("size", [0, 1, MIB - 1, MIB, MIB + 1, 20 * MIB])
 def test_sizes_around_a_chunk(pair, size):
     expect_moved(*pair, size, [(0, size)], [(0, size)])
+
+
+@pytest.mark.parametrize("chunk", [64 << 10, MIB - 1, 1000])
+def test_chunks_of_any_size_that_both_ends_agree_on(pair, chunk):
+    size = 2 * MIB + 1
+    expect_moved(*pair, size, [(0, size)], [(0, size)], chunk=chunk)
+
+
+@pytest.mark.parametrize("chunk", [0, MIB + 1])
+def test_a_chunk_that_the_transport_does_not_take_is_refused(pair, chunk):
+    _, sending, receiving = move(
+        *pair, 10, [(0, 10)], [(0, 10)], within=1, target_extra={"chunk": chunk}
+    )
+    assert f"chunk_bytes: {chunk}" in str(pair[1].reply(receiving))
+    assert "error" in pair[0].reply(sending)
 
 
 def test_both_directions_and_many_at_once_do_not_mix(pair):

@@ -88,13 +88,18 @@ def named(clients: Sequence[Client], transport: pb.Transport) -> list[pb.WeightP
 
 
 async def receive(
-    client: Client, model: Path, upstream: Sequence[Client], takers: Sequence[Client] = ()
+    client: Client,
+    model: Path,
+    upstream: Sequence[Client],
+    takers: Sequence[Client] = (),
+    chunk: int = 0,
 ) -> pb.LoadProgress:
     call = pb.LoadModelRequest(
         model_path=str(model),
         blocks_total=BLOCKS,
         peers=named(upstream, pb.Transport.UCX),
         shards=named(takers, pb.Transport.MAP),
+        chunk_bytes=chunk,
     )
     async with asyncio.timeout(LIMIT_S):
         progress = [step async for step in client.stub.load_model(call)]
@@ -103,44 +108,52 @@ async def receive(
 
 
 def begin(
-    clients: dict[str, Client], model: Path, chains: Sequence[Chain]
+    clients: dict[str, Client], model: Path, chains: Sequence[Chain], chunk: int = 0
 ) -> dict[str, "asyncio.Task[pb.LoadProgress]"]:
     """Tells all targets at once, each with those upstream of it, nearest first."""
     loads = {}
     for chain in chains:
         upstream = [clients[chain.source]]
         for target in chain.targets:
-            loads[target] = asyncio.create_task(receive(clients[target], model, upstream))
+            load = receive(clients[target], model, upstream, chunk=chunk)
+            loads[target] = asyncio.create_task(load)
             upstream = [clients[target], *upstream]
     return loads
 
 
 def begin_shards(
-    clients: dict[str, Client], model: Path, plan: Sharded
+    clients: dict[str, Client], model: Path, plan: Sharded, chunk: int = 0
 ) -> dict[str, "asyncio.Task[pb.LoadProgress]"]:
     loads = {}
     upstreams = [[clients[chain.source]] for chain in plan.chains]
     for place in range(len(plan.beside)):
         takers = [clients[chain.targets[place]] for chain in plan.chains]
         for taker, upstream in zip(takers, upstreams, strict=True):
-            loads[taker.replica] = asyncio.create_task(receive(taker, model, upstream, takers))
+            load = receive(taker, model, upstream, takers, chunk)
+            loads[taker.replica] = asyncio.create_task(load)
         upstreams = [[t, *upstream] for t, upstream in zip(takers, upstreams, strict=True)]
     return loads
 
 
 async def multicast(
-    clients: dict[str, Client], model: Path, plan: Sequence[Chain] | Sharded
+    clients: dict[str, Client],
+    model: Path,
+    plan: Sequence[Chain] | Sharded,
+    chunk: int = 0,
 ) -> dict[str, float]:
     """Seconds until each target was whole and checked."""
-    begins = begin_shards if isinstance(plan, Sharded) else begin
     began = time.monotonic()
+    if isinstance(plan, Sharded):
+        loads = begin_shards(clients, model, plan, chunk)
+    else:
+        loads = begin(clients, model, plan, chunk)
     took: dict[str, float] = {}
 
     async def timed(target: str, load: "asyncio.Task[pb.LoadProgress]") -> None:
         await load
         took[target] = time.monotonic() - began
 
-    await asyncio.gather(*(timed(t, load) for t, load in begins(clients, model, plan).items()))
+    await asyncio.gather(*(timed(t, load) for t, load in loads.items()))
     return took
 
 

@@ -796,6 +796,11 @@ class LoadModelRequest(betterproto2.Message):
     them can bring, each turns to its own peers, who have all.
     """
 
+    chunk_bytes: "int" = betterproto2.field(8, betterproto2.TYPE_UINT32)
+    """
+    of a message over UCX; 0: as many as it takes
+    """
+
 
 default_message_pool.register_message(
     "blitzd.engine.v1", "LoadModelRequest", LoadModelRequest
@@ -1091,6 +1096,11 @@ class ServeWeightsRequest(betterproto2.Message):
     )
     """
     TRANSPORT_MAP: nothing is sent. It answers when some of the bytes are there.
+    """
+
+    chunk_bytes: "int" = betterproto2.field(9, betterproto2.TYPE_UINT32)
+    """
+    of a message, as the asking worker receives them; 0: 1 MiB
     """
 
 
