@@ -67,6 +67,10 @@ class Replica(msgspec.Struct, omit_defaults=True, gc=False):
     """Where its weights came from, or come from now: a replica, or what the worker says."""
     peers: tuple[tuple[str, int], ...] = ()
     """(replica, epoch) that a load may get its weights from, while it runs."""
+    rung: str = ""
+    """Of the ladder, by which a load under way has its source."""
+    skipped: tuple[tuple[str, str], ...] = ()
+    """(rung, why it did not apply) of those before it."""
     peer_failures: int = 0
     """Loads from peers that failed, in a row."""
     pooled: str = ""

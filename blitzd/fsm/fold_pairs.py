@@ -2,6 +2,7 @@
 
 from blitzd.events import types as ev
 from blitzd.events.record import Record
+from blitzd.fsm import load_plan
 from blitzd.fsm.entities import Pair
 from blitzd.fsm.folding import IllegalEvent, folds, forget_weights, move, pair_of, replica_of
 from blitzd.fsm.state import ClusterState
@@ -19,6 +20,7 @@ def _(state: ClusterState, event: ev.PairOpened, record: Record) -> None:
     move(old, "pair_old", record)
     forget_weights(new)
     new.role, new.source, new.peers = "prefill", event.source, event.peers
+    load_plan.begin(state, new, event.rung, event.skipped)
     state.pairs[event.pair_id] = Pair(
         event.pair_id, new.id, new.epoch, old.id, old.epoch, event.cap, record.mono_ns
     )

@@ -2,7 +2,7 @@
 
 from blitzd.events import types as ev
 from blitzd.events.record import Record
-from blitzd.fsm import flow
+from blitzd.fsm import flow, load_plan
 from blitzd.fsm.entities import Replica
 from blitzd.fsm.fold_requests import forget_rest
 from blitzd.fsm.folding import (
@@ -126,6 +126,7 @@ def _(state: ClusterState, event: ev.LoadStarted, record: Record) -> None:
     move(replica, f"load_{event.role}", record)
     forget_weights(replica)
     replica.source, replica.peers = event.source, event.peers
+    load_plan.begin(state, replica, event.rung, event.skipped)
     state.touch("replica", replica.id)
 
 
@@ -153,6 +154,7 @@ def _(state: ClusterState, event: ev.LoadFinished, record: Record) -> None:
     replica.block_tokens, replica.blocks_total = event.block_tokens, event.blocks_total
     replica.failures, replica.trouble = 0, ""
     replica.peers, replica.peer_failures = (), 0
+    replica.rung, replica.skipped = "", ()
     state.touch("replica", replica.id)
 
 

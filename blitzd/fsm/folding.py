@@ -81,7 +81,8 @@ def forget_links(state: ClusterState, replica_id: str) -> None:
 
 def forget_weights(replica: Replica) -> None:
     replica.digest = replica.source = ""
-    replica.peers = ()
+    replica.peers = replica.skipped = ()
+    replica.rung = ""
     replica.pooled = ""
     replica.layers_ready = replica.bytes_loaded = 0
     replica.blocks_total = replica.blocks_sampled = replica.running_sampled = 0

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 from blitzd.fsm.index import Group
+from blitzd.fsm.load_plan import chains_json, loads_json
 from blitzd.fsm.state import ClusterState
 from blitzd.fsm.table import ReplicaState
 
@@ -44,7 +45,8 @@ def _standing(group: Group) -> tuple[str, str]:
 
 
 def plan_json(state: ClusterState) -> dict[str, Any]:
-    """What `/admin/plan` shows: the last record of the planner, and what it waits for."""
+    """What `/admin/plan` shows: the last record of the planner and what it waits for; the loads
+    that follow, each with its rung of the ladder and why not by one before; their chains."""
     there, node, plan = standings(state), state.node, state.plan
     roles = {
         role: {
@@ -67,4 +69,7 @@ def plan_json(state: ClusterState) -> dict[str, Any]:
         "inputs": plan.inputs,
         "terms": plan.terms,
         "clamps": list(plan.clamps),
+        "loads": loads_json(state),
+        "chains": chains_json(state),
+        "pool": {name: state.replicas[name].pooled for name in state.index.pooled},
     }

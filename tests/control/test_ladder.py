@@ -167,9 +167,12 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("mapped", [1, 0], ids=["mapped", "moved"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "prefill{:+}-decode{:+}".format(*case))
-def test_the_nine_cases(case: tuple[int, int]) -> None:
-    world = Harness().serving(*["prefill"] * 3 + ["decode"] * 3 + ["spare"] * 2)
+def test_the_nine_cases(case: tuple[int, int], mapped: int) -> None:
+    """Also when weights move over the network: E1, E2 and E9 were about that."""
+    world = Harness(ladder_map=mapped, ladder_nvlink=0)
+    world.serving(*["prefill"] * 3 + ["decode"] * 3 + ["spare"] * 2)
     prefill, decode = 3 + case[0], 3 + case[1]
     events = world.feed(ev.ScaleRequested(prefill, decode))
     found = [_move(world, e) for e in events if isinstance(e, MOVES)]
@@ -178,6 +181,7 @@ def test_the_nine_cases(case: tuple[int, int]) -> None:
     assert all(w.endswith("*") or w == m for w, m in zip(wanted, found, strict=True)), found
     for event in events:
         if isinstance(event, ev.LoadStarted):
+            assert event.rung == ("map" if mapped else "chain")
             world.load(event.replica)
     world.after(1)
     assert len(world.state.in_states(S.PREFILL)) == prefill
