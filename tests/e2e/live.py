@@ -9,13 +9,16 @@ from typing import Any
 
 from tests.e2e.daemon import Daemon, wait_for
 
-OPTIONS = (
-    *("--spare", "1", "--kv-mib", "64", "--set", "policy.null_ttl_ms=1"),
-    *("--set", "policy.ladder_nvlink=0", "--set", "engine.pace_layer_ms=2"),
+PACED = ("--set", "engine.pace_layer_ms=2")
+POLICY = (
+    *("--set", "policy.null_ttl_ms=1", "--set", "policy.ladder_nvlink=0"),
     *("--set", "policy.kv_checksum_every=1"),
 )
+OPTIONS = ("--spare", "1", "--kv-mib", "64", *PACED, *POLICY)
 NEW, OLD, DECODE = "r2", "r0", "r1"
-SIDES = (NEW, OLD)
+LAYERS = 30
+Expected = dict[tuple[str, int], str]
+"""The text of each kind of request."""
 OUTPUT_TOKENS = (1, 2, 4)
 """In turns: those that end with their first token, and those whose KV is handed on."""
 PROMPTS = [
@@ -24,8 +27,6 @@ PROMPTS = [
     "def fibonacci(n):",
     "To bake bread you need",
 ]
-
-
 KINDS = [(prompt, tokens) for prompt in PROMPTS for tokens in OUTPUT_TOKENS]
 """Of requests."""
 
@@ -39,7 +40,7 @@ def answer(daemon: Daemon, prompt: str, tokens: int) -> str:
     return text
 
 
-def answers(daemon: Daemon) -> dict[tuple[str, int], str]:
+def answers(daemon: Daemon) -> Expected:
     """Of plain prefills."""
     with ThreadPoolExecutor(len(KINDS)) as threads:
         return dict(zip(KINDS, threads.map(lambda kind: answer(daemon, *kind), KINDS), strict=True))
@@ -59,17 +60,17 @@ def replica(daemon: Daemon, name: str) -> dict[str, Any]:
     return found
 
 
-def go_live(daemon: Daemon, load_ms: int) -> int:
+def go_live(daemon: Daemon, load_ms: int, new: str = NEW) -> int:
     """The log's end before that."""
     tell(daemon, "/admin/policy", {"mock_transfer_ms": load_ms, "ladder_map": 0})
-    wait_for("a spare", lambda: replica(daemon, NEW)["worker"] == "attached")
+    wait_for("a spare", lambda: replica(daemon, new)["worker"] == "attached")
     since: int = daemon.state()["seq"]
-    tell(daemon, f"/admin/replicas/{NEW}/live", {"old": OLD})
+    tell(daemon, f"/admin/replicas/{new}/live", {"old": OLD})
     return since
 
 
-def loaded_to(daemon: Daemon, layers: int) -> None:
-    wait_for(f"layer {layers}", lambda: replica(daemon, NEW)["layers_ready"] >= layers)
+def loaded_to(daemon: Daemon, layers: int, new: str = NEW) -> None:
+    wait_for(f"layer {layers}", lambda: replica(daemon, new)["layers_ready"] >= layers)
 
 
 def settled(daemon: Daemon) -> bool:
@@ -115,10 +116,35 @@ class Clients:
         self._over.set()
         self._threads.shutdown()
 
-    def check(self, expected: dict[tuple[str, int], str]) -> int:
+    def check(self, expected: Expected) -> int:
         """How many requests there were, each answered with the tokens of a plain prefill."""
         for asking in self._asking:
             asking.result()
         for kind, text in self._answers:
             assert text == expected[kind], kind
         return len(self._answers)
+
+
+def story(daemon: Daemon, since: int) -> str:
+    """For people: who ran what."""
+    relays = events(daemon, since, "RequestRelayed")
+    layers = [event["payload"]["layers"] for event in relays]
+    return f"{len(relays)} relays after layers {sorted(layers)}"
+
+
+def serve_through_a_pair(daemon: Daemon, expected: Expected, load_ms: int, new: str = NEW) -> None:
+    with Clients(daemon) as clients:
+        since = go_live(daemon, load_ms, new)
+        loaded_to(daemon, 2, new)
+        assert daemon.get_status("/ready") == 200
+        [pair] = daemon.state()["pairs"]
+        assert (pair["new"], pair["old"]) == (new, OLD)
+        wait_for("the pair's end", lambda: settled(daemon), 60.0)
+    count = clients.check(expected)
+    print(f"{count} requests, {story(daemon, since)}")
+    relays = [e["payload"]["layers"] for e in events(daemon, since, "RequestRelayed")]
+    assert any(0 < layers < LAYERS for layers in relays)
+    assert replica(daemon, new)["role"] == "prefill"
+    moved = {e["payload"]["rest"] for e in events(daemon, since, "MigrationStarted")}
+    assert OLD in moved, "KV of two parts"
+    assert daemon.idle()["node"]["kv_mismatches"] == 0

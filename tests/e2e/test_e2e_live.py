@@ -15,8 +15,8 @@ from tests.e2e.live import (
     NEW,
     OLD,
     OPTIONS,
-    SIDES,
     Clients,
+    Expected,
     answer,
     answers,
     back_to_spare,
@@ -25,11 +25,10 @@ from tests.e2e.live import (
     go_live,
     loaded_to,
     replica,
+    serve_through_a_pair,
     settled,
+    story,
 )
-
-LAYERS = 30
-Expected = dict[tuple[str, int], str]
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +46,6 @@ def expected(daemon: Daemon) -> Expected:
     return answers(daemon)
 
 
-def story(daemon: Daemon, since: int) -> str:
-    """For people: who ran what."""
-    relays = events(daemon, since, "RequestRelayed")
-    layers = [event["payload"]["layers"] for event in relays]
-    return f"{len(relays)} relays after layers {sorted(layers)}"
-
-
 def test_requests_are_served_while_the_weights_arrive(daemon: Daemon, expected: Expected) -> None:
     serve_through_a_pair(daemon, expected, load_ms=2500)
     back_to_spare(daemon)
@@ -67,24 +59,6 @@ def test_the_same_where_the_two_share_no_memory(state_dir: Path, expected: Expec
         serve_through_a_pair(running, expected, load_ms=4000)
     finally:
         running.end()
-
-
-def serve_through_a_pair(daemon: Daemon, expected: Expected, load_ms: int) -> None:
-    with Clients(daemon) as clients:
-        since = go_live(daemon, load_ms)
-        loaded_to(daemon, 2)
-        assert daemon.get_status("/ready") == 200
-        [pair] = daemon.state()["pairs"]
-        assert (pair["new"], pair["old"]) == SIDES
-        wait_for("the pair's end", lambda: settled(daemon), 60.0)
-    count = clients.check(expected)
-    print(f"{count} requests, {story(daemon, since)}")
-    relays = [e["payload"]["layers"] for e in events(daemon, since, "RequestRelayed")]
-    assert any(0 < layers < LAYERS for layers in relays)
-    assert replica(daemon, NEW)["role"] == "prefill"
-    moved = {e["payload"]["rest"] for e in events(daemon, since, "MigrationStarted")}
-    assert OLD in moved, "KV of two parts"
-    assert daemon.idle()["node"]["kv_mismatches"] == 0
 
 
 @pytest.mark.slow
@@ -103,6 +77,25 @@ def test_a_kill_in_mid_load_loses_no_request(
     count = clients.check(expected)
     print(f"{victim} at layer {layers}: {count} requests, {story(daemon, since)}")
     daemon.idle()
+    back_to_spare(daemon)
+
+
+@pytest.mark.slow
+def test_what_new_cannot_run_layer_by_layer_goes_to_old(daemon: Daemon, expected: Expected) -> None:
+    prompt, tokens = KINDS[1]
+    scored = body(prompt, tokens) | {"echo": True, "logprobs": 1}
+    plain = daemon.complete(**scored)["choices"]
+    with Clients(daemon, 2) as clients:
+        since = go_live(daemon, 4000)
+        loaded_to(daemon, 5)
+        during = daemon.complete(**scored)["choices"]
+        wait_for("the pair's end", lambda: settled(daemon), 60.0)
+    clients.check(expected)
+    assert (during[0]["text"], during[0]["logprobs"]["tokens"]) == (
+        *(plain[0]["text"], plain[0]["logprobs"]["tokens"]),
+    )
+    [returned] = events(daemon, since, "RequestReturned")
+    assert "prompt_logprobs" in returned["payload"]["reason"]
     back_to_spare(daemon)
 
 
