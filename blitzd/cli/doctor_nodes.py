@@ -14,6 +14,8 @@ CONNECT_S = 3.0
 WORD_S = 1.0
 """For a server to say something, or that it does not want us."""
 HOW = "docs/nodes.md: setting up"
+HUNG_UP = "the authority in its node.tls_ca must have signed node.tls_cert; or is it another port?"
+"""As servers do, without a word, to those whose certificate they do not accept."""
 
 
 def nodes(machine: Machine) -> Iterator[Finding]:
@@ -91,6 +93,8 @@ def _controller(node: NodeSettings, tls: Tls) -> Finding:
                 said = secure.recv(1)  # its settings, or that it does not know us
     except ssl.SSLCertVerificationError as error:
         found, fix = f"{where}: {error.verify_message}", "node.tls_ca, or the controller's tls_cert"
+    except ssl.SSLEOFError:
+        found, fix = f"{where} hung up", HUNG_UP
     except ssl.SSLError as error:
         found, fix = f"{where} does not accept our certificate ({error.reason})", "node.tls_cert"
     except TimeoutError:
@@ -100,5 +104,5 @@ def _controller(node: NodeSettings, tls: Tls) -> Finding:
     else:
         if said:
             return Finding("controller", "ok", f"{where} answers, and accepts our certificate")
-        found, fix = f"{where} hung up", "is it the port of a controller?"
+        found, fix = f"{where} hung up", HUNG_UP
     return Finding("controller", "fail", found, fix)

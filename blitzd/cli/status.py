@@ -57,7 +57,7 @@ def _agent(agent: dict[str, Any]) -> str:
     if agent["phase"] == "lost":
         return f"agent  {agent['node']}  lost: {agent['trouble']}"
     size = f"{agent['arch']}, {agent['cpus']} CPUs, {agent['memory_mib']} MiB"
-    return f"agent  {agent['node']}  present at {agent['address']}  {size}"
+    return f"agent  {agent['node']}  {agent['phase']} at {agent['address']}  {size}"
 
 
 def _links(node: dict[str, Any]) -> str:

@@ -3,8 +3,11 @@ stops or must not join."""
 
 import contextlib
 import http.client
+import json
 import os
 import signal
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from blitzd.fabric.endpoints import host_and_port
 from tests.e2e.daemon import Daemon, wait_for
 from tests.e2e.nodes import LEASE_S, AgentDaemon, Authority, controller, events_of, until
 
@@ -204,6 +208,31 @@ def test_who_has_no_certificate_of_the_authority_does_not_join(cluster: Cluster)
         for agent in agents.values():
             agent.end()
     assert [agent["phase"] for agent in cluster.a.state()["agents"]] == ["present"]
+
+
+def test_a_worker_of_another_node_talks_to_nobody_without_a_certificate(cluster: Cluster) -> None:
+    [known] = json.loads((cluster.b.state_dir / "agent.json").read_text())["workers"]
+    host, port = host_and_port(known["endpoint"])
+    context = ssl.create_default_context(cafile=str(cluster.authority.cert))
+    context.set_alpn_protocols(["h2"])
+    words = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    with socket.create_connection((host, port), timeout=5) as plain:
+        plain.sendall(words)
+        assert _hears_nothing(plain)
+    with (
+        socket.create_connection((host, port), timeout=5) as plain,
+        context.wrap_socket(plain, server_hostname=host) as secure,
+    ):
+        assert _hears_nothing(secure)
+
+
+def _hears_nothing(connection: socket.socket) -> bool:
+    """But that it is hung up on, or an alert of TLS."""
+    try:
+        heard = connection.recv(1)
+    except (ConnectionResetError, ssl.SSLError):
+        return True
+    return heard in (b"", b"\x15")
 
 
 def test_a_certificate_of_another_node_does_not_do(cluster: Cluster) -> None:
