@@ -79,8 +79,8 @@ def _turns(records: list[Record]) -> list[list[Record]]:
 
 
 def roles() -> list[Record]:
-    """A prefill replica that becomes a decode one with what it has, and one that is drained
-    and gives up its weights."""
+    """A prefill replica that becomes a decode one with what it has, one that is drained and
+    gives up its weights, and a request that nobody has the room for."""
     world = Harness().serving("prefill", "prefill", "decode")
     world.arrive(1)
     world.feed(ev.RoleRequested(world.state.requests[1].source, "decode"))
@@ -95,6 +95,7 @@ def roles() -> list[Record]:
     world.imported(2)
     world.ended(2)
     world.feed(ev.DeactivateRequested(on))
+    world.arrive(3, prompt=1_000_000)
     return world.log
 
 

@@ -48,9 +48,16 @@ class Scenario:
     def with_pairs(self, random: Random) -> "Scenario":
         spares = tuple((f"s{i}", "spare") for i in range(random.randint(1, 2)))
         faults = replace(self.faults, lost_ack=random.choice([0.0, 0.0, 0.1, 0.5]))
-        unions = random.choice([1, 3, 8])
-        replicas = self.replicas + spares
-        return replace(self, replicas=replicas, faults=faults, pairs=1, unions=unions)
+        return replace(
+            self,
+            replicas=self.replicas + spares,
+            faults=faults,
+            # Long enough for loads to begin and end under it.
+            requests=self.requests + 30,
+            rate=random.choice([5.0, 10.0, 20.0]),
+            pairs=1,
+            unions=random.choice([1, 3, 8]),
+        )
 
     @classmethod
     def draw(cls, random: Random) -> "Scenario":

@@ -8,7 +8,7 @@ import pytest
 from tests.chaos.world import run_seed
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(42))
 def test_seed(seed: int) -> None:
     try:
         run_seed(seed)

@@ -262,7 +262,7 @@ class World:
     async def _unite(self, driver: Driver) -> None:
         replicas = [replica_id for replica_id, _ in self.scenario.replicas]
         for _ in range(self.scenario.unions):
-            await anyio.sleep(self.random.expovariate(0.5))
+            await anyio.sleep(self.random.expovariate(1.0))
             states = self.core.state.replicas
             inactive = [r for r in states if states[r].state == "Inactive"]
             prefills = [r for r in states if states[r].state == "Prefill"]
