@@ -71,6 +71,8 @@ class Replica(msgspec.Struct, omit_defaults=True, gc=False):
     """Of the ladder, by which a load under way has its source."""
     skipped: tuple[tuple[str, str], ...] = ()
     """(rung, why it did not apply) of those before it."""
+    shards: tuple[tuple[str, int], ...] = ()
+    """(replica, epoch) that bring a shard of them each to its domain, while it runs."""
     peer_failures: int = 0
     """Loads from peers that failed, in a row."""
     pooled: str = ""

@@ -46,17 +46,31 @@ class Way(NamedTuple):
 
 def open_flows(state: "ClusterState") -> list[Flow]:
     """In order of leases, then of the replicas that load."""
-    kv = [
+    weights = [
+        Flow(giver, replica.id, "weights", moved, total, 0)
+        for _, replica in _fed(state)
+        for (giver, moved), (_, total) in zip(
+            _shares(replica, replica.bytes_loaded),
+            _shares(replica, replica.bytes_total),
+            strict=True,
+        )
+        if giver in state.replicas
+    ]
+    return _kv_flows(state) + weights
+
+
+def _kv_flows(state: "ClusterState") -> list[Flow]:
+    return [
         Flow(source, lease.target, "kv", moved, 0, lease.id)
         for lease in state.leases.values()
         for source, moved in _parts(state, lease, lease.bytes_moved)
     ]
-    weights = [
-        Flow(source.id, replica.id, "weights", replica.bytes_loaded, replica.bytes_total, 0)
-        for replica in state.in_states(*LOADING)
-        if (source := state.feeder(replica))
-    ]
-    return kv + weights
+
+
+def _fed(state: "ClusterState") -> list[tuple[str, Replica]]:
+    """(source, replica) of the loads that come from a replica."""
+    loading = ((state.feeder(replica), replica) for replica in state.in_states(*LOADING))
+    return [(source.id, replica) for source, replica in loading if source is not None]
 
 
 def domain_of(state: "ClusterState", replica: Replica) -> str:
@@ -91,11 +105,12 @@ def ways(state: "ClusterState", source_id: str, target_id: str) -> tuple[Way, ..
 
 
 def traffic(state: "ClusterState") -> Counter[tuple[Way, str]]:
-    """How many flows of each kind are on each way that is used."""
+    """How many flows of each kind are on each way that is used. What neighbours give each other
+    of their shards is on none."""
+    pairs = [(flow.source, flow.target, "kv") for flow in _kv_flows(state)]
+    pairs += [(source, replica.id, "weights") for source, replica in _fed(state)]
     return Counter(
-        (way, flow.carries)
-        for flow in open_flows(state)
-        for way in ways(state, flow.source, flow.target)
+        (way, carries) for source, target, carries in pairs for way in ways(state, source, target)
     )
 
 
@@ -125,7 +140,17 @@ def weights_moved(state: "ClusterState", replica: Replica, arrived: int) -> None
     resumed = not replica.bytes_loaded and replica.peer_failures
     if replica.peers and came > 0 and not resumed:
         _add(state, replica.id, "weights_in", came)
-        _add(state, replica.source, "weights_out", came)
+        for giver, count in _shares(replica, came):
+            _add(state, giver, "weights_out", count)
+
+
+def _shares(replica: Replica, came: int) -> list[tuple[str, int]]:
+    """Who gave how much of it: each of those that bring a shard an equal part, which the
+    replica itself, if it is one of them, has from its source."""
+    takers = [taker for taker, _ in replica.shards] or [replica.id]
+    part, rest = divmod(came, len(takers))
+    givers = [replica.source if taker == replica.id else taker for taker in takers]
+    return [(giver, part + (index < rest)) for index, giver in enumerate(givers)]
 
 
 def _add(state: "ClusterState", replica_id: str, total: str, count: int) -> None:

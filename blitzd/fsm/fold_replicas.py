@@ -126,6 +126,7 @@ def _(state: ClusterState, event: ev.LoadStarted, record: Record) -> None:
     move(replica, f"load_{event.role}", record)
     forget_weights(replica)
     replica.source, replica.peers = event.source, event.peers
+    replica.shards = event.shards
     load_plan.begin(state, replica, event.rung, event.skipped)
     state.touch("replica", replica.id)
 
@@ -153,7 +154,7 @@ def _(state: ClusterState, event: ev.LoadFinished, record: Record) -> None:
     replica.bytes_loaded = replica.bytes_total = event.bytes_total
     replica.block_tokens, replica.blocks_total = event.block_tokens, event.blocks_total
     replica.failures, replica.trouble = 0, ""
-    replica.peers, replica.peer_failures = (), 0
+    replica.peers, replica.shards, replica.peer_failures = (), (), 0
     replica.rung, replica.skipped = "", ()
     state.touch("replica", replica.id)
 

@@ -81,7 +81,7 @@ def forget_links(state: ClusterState, replica_id: str) -> None:
 
 def forget_weights(replica: Replica) -> None:
     replica.digest = replica.source = ""
-    replica.peers = replica.skipped = ()
+    replica.peers = replica.shards = replica.skipped = ()
     replica.rung = ""
     replica.pooled = ""
     replica.layers_ready = replica.bytes_loaded = 0

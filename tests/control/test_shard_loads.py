@@ -5,9 +5,10 @@ import pytest
 from blitzd.control.commands import LoadModel
 from blitzd.control.redecide import redecide
 from blitzd.events import types as ev
-from tests.control.harness import Harness, ReplicaState
+from tests.control.harness import Harness, ReplicaState, refold
 
 GB = 10**9
+GIVERS = ("r0", "a.r0", "b.r1", "b.r0")
 S = ReplicaState
 
 
@@ -56,7 +57,21 @@ def test_each_link_of_each_node_carries_a_shard_and_the_event_names_them() -> No
     told = {c.replica: (c.peers, c.shards, c.rung) for c in world.commanded(LoadModel)}
     assert told == {r: (e.peers, e.shards, "shard") for r, e in found.items()}
     over = [(link["source"], link["target"]) for link in world.state.to_json()["links"]]
-    assert sorted(over) == [("a.r0", "b.r0"), ("a.r1", "b.r1"), ("r0", "a.r0"), ("r1", "a.r1")]
+    inside = [(f"{node}.r{i}", f"{node}.r{1 - i}") for node in "ab" for i in range(2)]
+    network = [("a.r0", "b.r0"), ("a.r1", "b.r1"), ("r0", "a.r0"), ("r1", "a.r1")]
+    assert sorted(over) == sorted(inside + network)
+
+
+def test_what_comes_in_shards_is_counted_from_each_that_brought_one() -> None:
+    world = cluster(links("local", 3), links("a"), links("b"))
+    world.feed(ev.ScaleRequested(1, 6))
+    world.feed(ev.LoadMoved("b.r0", 1, 2, 30, 501, 1000, "a.r0"))
+    moved = {r: (world.replica(r).weights_out, world.replica(r).weights_in) for r in GIVERS}
+    assert moved == {"a.r0": (251, 0), "b.r1": (250, 0), "r0": (0, 0), "b.r0": (0, 501)}
+    world.load("b.r0")
+    assert world.replica("b.r0").weights_in == 1000
+    assert world.replica("b.r0").shards == ()
+    assert refold(world.log).hash() == world.state.hash()
 
 
 def test_one_that_shares_a_takers_link_gathers_and_takes_none() -> None:
