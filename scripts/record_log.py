@@ -30,6 +30,7 @@ RECORDS_MAX = 1100
 """Of a log. Enough for a state hash in it, small enough for a repository."""
 USUAL = (
     *("pairs", "roles", "handovers", "restarts", "resumes", "plan", "presets", "nodes", "pool"),
+    "shards",
     *("11", "40"),
 )
 """Together they hold every type of record that the daemon writes."""
@@ -329,7 +330,36 @@ def pooled() -> list[Record]:
     return world.log
 
 
+def sharded() -> list[Record]:
+    """Two nodes of spares take the weights in over two links each; one that brings a shard dies,
+    and one is cut off from everybody."""
+    world = Harness(ladder_map=0, ladder_p2p=0)
+    world.topology = tuple(
+        ev.NodeLinks(node, links, 12_500_000_000, "l1")
+        for node, links in (("b", ("e0", "e1")), ("c", ("e0", "e1")), ("local", ("e0", "e1", "e2")))
+    )
+    world.serving("decode", "decode", "prefill")
+    for node in "bc":
+        offered = tuple((f"{node}.r{i}", "spare") for i in range(3))
+        world.feed(ev.AgentJoined(node, 1, "10.0.0.2", "test", "x86_64", 2, 1024, offered))
+        for replica, _ in offered:
+            world.attach(replica)
+    world.feed(ev.ScaleRequested(1, 8))
+    world.feed(ev.LoadMoved("b.r0", 1, 4, 30, 400, 1000, "r0"))
+    world.feed(ev.LoadMoved("c.r0", 1, 3, 30, 300, 1000, "b.r0"))
+    world.feed(ev.WorkerExited("b.r1", 1, "killed"))
+    world.feed(ev.LoadEnded("c.r1", 1, "", "b.r1", 30, 0, 64, 0, "unavailable"))
+    for replica in ("b.r0", "c.r0", "b.r2", "c.r2"):
+        world.load(replica)
+    world.after(5000)
+    world.attach("b.r1")
+    world.load("b.r1")
+    world.load("c.r1")
+    return world.log
+
+
 SCRIPTS = {
+    "shards": sharded,
     "pool": pooled,
     "presets": presets,
     "pairs": live_pairs,

@@ -31,6 +31,7 @@ def loads_json(state: "ClusterState") -> list[dict[str, Any]]:
             "why_not": dict(replica.skipped),
             "source": replica.source,
             "peers": [f"{name}/{epoch}" for name, epoch in replica.peers],
+            "shards": [f"{name}/{epoch}" for name, epoch in replica.shards],
             "layers_ready": replica.layers_ready,
             "layers_total": replica.layers_total,
             "seq": replica.since_seq,

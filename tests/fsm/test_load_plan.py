@@ -35,6 +35,7 @@ def test_a_load_says_by_which_rung_and_why_by_none_before() -> None:
         },
         "source": "r1",
         "peers": ["r1/1"],
+        "shards": [],
         "layers_ready": 3,
         "layers_total": 30,
     }
