@@ -131,14 +131,12 @@ def _pair_rule(state: ClusterState, request: Request, replica: Replica, now_ns: 
     pair = state.pairs.get(replica.pair_id)
     if pair is None:
         return ""
-    if replica.id == pair.new:
-        if request.whole:
-            return "it has said that it cannot take this one while it loads"
-        pending, cap = state.index.prefilling[replica.id], pair.cap_at(now_ns)
-        return f"it has {pending} prefills, its pair's limit by now" if pending >= cap else ""
-    if request.whole or not takes_prompts(state.replicas[pair.new]):
-        return ""
-    return f"it goes on with what {pair.new} has, its pair"
+    if replica.id == pair.new and request.whole:
+        return "it has said that it cannot take this one while it loads"
+    if replica.id == pair.old and not request.whole and takes_prompts(state.replicas[pair.new]):
+        return f"it goes on with what {pair.new} has, its pair"
+    pending, cap = state.index.prefilling[replica.id], pair.cap_at(now_ns)
+    return f"it has {pending} prefills, its pair's limit by now" if pending >= cap else ""
 
 
 def decode_offer(state: ClusterState, policy: Policy, request: Request, replica: Replica) -> Offer:

@@ -11,6 +11,7 @@ from blitzd.control.resume import REASON_CHARS, fail, free, resume
 from blitzd.control.turn import MS, Turn
 from blitzd.events import types as ev
 from blitzd.fsm import ReplicaState, Request, RequestState
+from blitzd.fsm.index import BEING_PREFILLED
 
 S = ReplicaState
 
@@ -68,7 +69,9 @@ def first_token_produced(turn: Turn, produced: ev.FirstTokenProduced) -> None:
     on = (produced.replica, produced.epoch)
     if request is None:
         turn.ignore(*on)
-    elif _computes(turn, request, on):
+        return
+    _catch_up(turn, request, on)
+    if _computes(request, on):
         turn.emit(ev.PrefillFinished(request.id, stays=1 - produced.held))
     elif request.state is RequestState.MIGRATING and on == (request.target, request.target_epoch):
         # It decodes, though its answer to the import has not been read.
@@ -77,15 +80,16 @@ def first_token_produced(turn: Turn, produced: ev.FirstTokenProduced) -> None:
         turn.ignore(*on)
 
 
-def _computes(turn: Turn, request: Request, on: tuple[str, int]) -> bool:
-    """Whether the word of a token from there is of its prefill."""
-    prefilling = request.state is RequestState.PREFILLING
-    if prefilling and on == (request.rest, request.rest_epoch):
-        # Taken over with no layer done, or its pair would have said how many. New's word of it
-        # is still on its way.
+def _catch_up(turn: Turn, request: Request, on: tuple[str, int]) -> None:
+    """Old of a live pair has a token of a request that was New's, as far as is known: it took it
+    over with no layer done, or it had said how many. New's word of that is still on its way."""
+    if request.state is RequestState.PREFILLING and on == (request.rest, request.rest_epoch):
         turn.emit(ev.RequestRelayed(request.id, 0))
-        return True
-    return (prefilling or request.state is RequestState.RELAYED) and on == request.runner
+
+
+def _computes(request: Request, on: tuple[str, int]) -> bool:
+    """Whether the word of a token from there is of its prefill."""
+    return request.state in BEING_PREFILLED and on == request.runner
 
 
 def generation_ended(turn: Turn, ended: ev.GenerationEnded) -> None:
@@ -95,10 +99,12 @@ def generation_ended(turn: Turn, ended: ev.GenerationEnded) -> None:
     on = (ended.replica, ended.epoch)
     if request is None:
         turn.ignore(*on)
-    elif _computes(turn, request, on):
-        for half in request.on():
-            if half != on and request.state is RequestState.RELAYED:
-                turn.command(CancelRequest(*half, request.id, request.resumes))
+        return
+    _catch_up(turn, request, on)
+    if _computes(request, on):
+        if request.split_layer:  # the other half is not wanted any more
+            source = (request.source, request.source_epoch)
+            turn.command(CancelRequest(*source, request.id, request.resumes))
         _finish(turn, ended)
     elif on == (request.target, request.target_epoch):
         if request.state is RequestState.MIGRATING:

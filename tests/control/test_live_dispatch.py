@@ -91,6 +91,17 @@ def test_what_is_above_the_cap_waits_and_old_is_not_given_it() -> None:
     assert world.state.requests[6].source == "r2"
 
 
+def test_until_new_takes_prompts_old_is_given_no_more_than_new_would_be() -> None:
+    """It follows when it has run them."""
+    world = Harness().serving("prefill", "decode", "spare")
+    world.feed(ev.LivePairRequested("r2", "r0"))
+    for request_id in range(1, 7):
+        world.arrive(request_id)
+    assert [world.state.requests[i].source for i in range(1, 7)] == ["r0"] * 4 + ["", ""]
+    world.moved("r2")
+    assert [world.state.requests[i].source for i in (5, 6)] == ["r2", "r2"]
+
+
 def test_another_prefill_takes_prompts_as_ever() -> None:
     world = Harness().serving("prefill", "decode", "spare", "prefill")
     world.feed(ev.LivePairRequested("r2", "r0"))
