@@ -50,7 +50,9 @@ def lines_of(state: dict[str, Any]) -> list[str]:
 
 
 def _pair(pair: dict[str, Any]) -> str:
-    return f"pair {pair['id']}  {pair['new']} serves while it loads, {pair['old']} finishes for it"
+    who = f"{pair['new']} serves while it loads, {pair['old']} finishes for it"
+    follows = "" if pair["following"] else ", which does not follow yet"
+    return f"pair {pair['id']}  {who}{follows}  {pair['pending']} requests pending"
 
 
 def _agent(agent: dict[str, Any]) -> str:

@@ -222,7 +222,12 @@ def test_status_shows_pairs(
 ) -> None:
     node.feed(ev.LivePairRequested("r3", "r0"))
     assert status.status(where=at(server)) == 0
-    assert "pair 1  r3 serves while it loads, r0 finishes for it" in capsys.readouterr().out
+    pair = "pair 1  r3 serves while it loads, r0 finishes for it"
+    assert f"{pair}, which does not follow yet  0 requests pending" in capsys.readouterr().out
+    node.act(lambda world: world.moved("r3"))
+    node.act(lambda world: world.arrive(1))
+    assert status.status(where=at(server)) == 0
+    assert f"{pair}  1 requests pending" in capsys.readouterr().out
 
 
 def test_the_policy_is_shown_and_changed(
