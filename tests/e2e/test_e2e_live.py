@@ -4,6 +4,7 @@ leaves meanwhile, every request is answered once, with the tokens of a plain pre
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from tests.e2e.live import (
     serve_through_a_pair,
     settled,
     story,
+    tell,
 )
 
 
@@ -128,3 +130,56 @@ def test_a_daemon_that_dies_in_mid_load_comes_back_without_a_pair(
     assert replica(daemon, OLD)["pid"] == old["pid"], "its weights are whole"
     assert answer(daemon, *KINDS[1]) == expected[KINDS[1]]
     back_to_spare(daemon)
+
+
+@pytest.mark.slow
+def test_a_source_that_dies_is_replaced_and_the_pair_goes_on(
+    state_dir: Path, expected: Expected
+) -> None:
+    """Two replicas load in a chain, of which the tail is live; it loses the one before it."""
+    options = ("--spare", "2", "--set", "policy.ladder_live=1", *OPTIONS[2:])
+    running = Daemon(state_dir, *options).start()
+    try:
+        running.ready()
+        tell(running, "/admin/policy", {"mock_transfer_ms": 6000, "ladder_map": 0})
+        since = running.state()["seq"]
+        with Clients(running) as clients:
+            tell(running, "/admin/scale", {"prefill": 3, "decode": 1})
+            wait_for("the pair", lambda: bool(running.state()["pairs"]))
+            [pair] = running.state()["pairs"]
+            [opened] = events(running, since, "PairOpened")
+            middle = opened["payload"]["peers"][0][0]
+            assert (pair["old"], middle in (NEW, "r3")) == (OLD, True)
+            loaded_to(running, 8, pair["new"])
+            os.kill(replica(running, middle)["pid"], signal.SIGKILL)
+            wait_for("all to serve", lambda: settled(running), 60.0)
+        clients.check(expected)
+        print(story(running, since))
+        assert [e["payload"]["pair_id"] for e in events(running, since, "PairSettled")] == [1]
+        assert not events(running, since, "PairBroken")
+        running.idle()
+    finally:
+        running.end()
+
+
+@pytest.mark.slow
+def test_a_daemon_that_is_stopped_in_mid_load_finishes_what_runs(
+    state_dir: Path, expected: Expected
+) -> None:
+    running = Daemon(state_dir, *OPTIONS).start()
+    try:
+        running.ready()
+        go_live(running, 20_000)
+        loaded_to(running, 5)
+        with ThreadPoolExecutor(len(KINDS)) as threads:
+            asked = {kind: threads.submit(answer, running, *kind) for kind in KINDS}
+            wait_for("all to be there", lambda: arrived(running) == len(KINDS), 10.0)
+            assert running.stop() == 0
+            assert {kind: text.result() for kind, text in asked.items()} == expected
+    finally:
+        running.end()
+
+
+def arrived(daemon: Daemon) -> int:
+    requests: dict[str, int] = daemon.state()["requests"]
+    return sum(requests.values())
