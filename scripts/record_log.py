@@ -355,6 +355,9 @@ def sharded() -> list[Record]:
     world.attach("b.r1")
     world.load("b.r1")
     world.load("c.r1")
+    world.arrive(1)
+    world.first_token(1)
+    world.imported(1)
     return world.log
 
 

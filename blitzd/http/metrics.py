@@ -193,6 +193,13 @@ def _plan_metrics(plan: dict[str, Any]) -> Iterator[Metric]:
         ],
     )
     yield gauge("blitzd_scale_spares", "Replicas that could be given a role", plan["spare"])
+    kept = list(plan["pool"].values())
+    yield gauges(
+        "blitzd_pool_copies",
+        "Copies of the model that a node keeps in memory for all: being filled, or held",
+        ["standing"],
+        [((standing,), kept.count(standing)) for standing in ("filling", "held")],
+    )
     yield gauge("blitzd_autoscale", "1 while the planner decides", plan["autoscale"])
     yield gauge("blitzd_scale_pinned", "1 while an operator's counts hold", plan["pinned"])
 

@@ -59,6 +59,13 @@ class Scenario:
             unions=random.choice([1, 3, 8]),
         )
 
+    def with_pool(self, random: Random) -> "Scenario":
+        """One decode alone gives its weights, and dies: then a spare has to keep them."""
+        kept = [(name, role) for name, role in self.replicas if role == "prefill"]
+        spares = [(f"s{i}", "spare") for i in range(random.randint(1, 2))]
+        replicas = (*kept, ("d0", "decode"), *spares)
+        return replace(self, replicas=replicas, kills=max(self.kills, random.choice([3, 8])))
+
     @classmethod
     def draw(cls, random: Random) -> "Scenario":
         prefills, decodes = random.randint(1, 3), random.randint(1, 3)

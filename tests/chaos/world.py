@@ -108,6 +108,8 @@ class World:
         self.scenario = Scenario.draw(self.random)
         if (seed + 1) % self.pairs_of == 0:
             self.scenario = self.scenario.with_pairs(self.random)
+        elif seed % 4 == 1:
+            self.scenario = self.scenario.with_pool(self.random)
         self.outcome = Outcome()
         self.disk = VirtualDisk()
         self.verbose = verbose

@@ -7,6 +7,7 @@ from blitzd.events import types as ev
 from blitzd.events.record import Record
 from blitzd.fsm import ClusterState, fold
 from blitzd.fsm.flow import TOTALS_SINCE
+from blitzd.fsm.table import LOADING
 from tests.control.harness import Harness, refold
 
 GB = 10**9
@@ -105,6 +106,38 @@ def test_what_a_failed_load_has_left_is_not_counted_again() -> None:
     made.feed(ev.LoadMoved("b.r1", 1, 21, 30, 620, 1000, "b.r0"))
     made.load("b.r1")
     assert flow(made, "b.r1")["weights_in"] == (600 + 380, 0)
+
+
+def test_of_a_sharded_load_each_shard_is_counted_where_it_comes_from() -> None:
+    """a has a decode on each of two links; b has two spares on two links, and one beside."""
+    made = Harness(ladder_map=0)
+    made.topology = tuple(ev.NodeLinks(node, ("e0", "e1"), GB) for node in "ab")
+    made.boot("prefill")
+    for node, roles in (("a", ("decode",) * 2), ("b", ("spare",) * 3)):
+        offered = tuple((f"{node}.r{i}", role) for i, role in enumerate(roles))
+        made.feed(ev.AgentJoined(node, 1, "10.0.0.2", "test", "x86_64", 2, 1024, offered))
+    for replica in list(made.state.replicas):
+        made.attach(replica)
+    while loading := made.state.in_states(*LOADING):
+        made.load(loading[0].id)
+    made.feed(ev.ScaleRequested(1, 5))
+    assert {made.replica(f"b.r{i}").rung for i in range(3)} == {"shard"}
+    found = {(f["source"], f["target"]): f["over"] for f in links(made)}
+    assert found == {
+        ("a.r0", "b.r0"): ["a/e0", "b/e0"],
+        ("b.r1", "b.r0"): [],
+        ("a.r1", "b.r1"): ["a/e1", "b/e1"],
+        ("b.r0", "b.r1"): [],
+        ("b.r0", "b.r2"): [],
+        ("b.r1", "b.r2"): [],
+    }
+    for i in range(3):
+        made.load(f"b.r{i}")
+    sums = {r: flow(made, r) for r in ("a.r0", "a.r1", "b.r0", "b.r2")}
+    assert sums["b.r0"]["weights_in"] == sums["b.r2"]["weights_in"] == (1000, 0)
+    # Each byte leaves a once, half of them by either link; beside what they gave one another.
+    assert sums["a.r0"]["weights_out"][0] % 1000 == sums["a.r1"]["weights_out"][0] % 1000 == 500
+    assert sums["b.r0"]["weights_out"] == (1000, 0)
 
 
 def test_a_load_from_the_nodes_own_file_is_no_flow() -> None:

@@ -95,6 +95,8 @@ def test_what_is_wanted_and_what_there_is() -> None:
         assert (
             samples[f"blitzd_scale_replicas[('role', 'prefill'), ('standing', '{standing}')]"] == 0
         )
+    for standing in ("filling", "held"):
+        assert samples[f"blitzd_pool_copies[('standing', '{standing}')]"] == 0
     assert samples["blitzd_autoscale"] == samples["blitzd_scale_pinned"] == 0
 
 
