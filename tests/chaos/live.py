@@ -18,7 +18,8 @@ from blitzd.proto.blitzd.engine import v1 as pb
 from blitzd.sched.zigzag import Waiting, next_for_old, next_on_new
 
 if TYPE_CHECKING:
-    from tests.chaos.workers import Job, VirtualWorker, VirtualWorkers
+    from tests.chaos.jobs import Job
+    from tests.chaos.workers import VirtualWorker, VirtualWorkers
 
 LAYERS = 4
 LIVE_TOKENS = 256

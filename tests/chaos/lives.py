@@ -7,8 +7,8 @@ from blitzd.control.policy import Policy
 from blitzd.events import types as ev
 from blitzd.events.record import Record
 from blitzd.fsm.entities import RESUME_CAUSES
+from tests.chaos.jobs import token_at
 from tests.chaos.scenario import Faults
-from tests.chaos.workers import token_at
 
 
 class Lives:

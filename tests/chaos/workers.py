@@ -18,6 +18,7 @@ from blitzd.node.driver import Driver
 from blitzd.node.live import LiveRequest
 from blitzd.node.wire_ids import request_and_attempt, wire_id
 from blitzd.proto.blitzd.engine import v1 as pb
+from tests.chaos.jobs import Job, token_at
 from tests.chaos.live import LAYERS, Live, LiveWork, has_half
 from tests.chaos.scenario import Faults
 
@@ -27,10 +28,6 @@ STEP_S = 0.01
 HEALTH_S = 1.0
 HANG_DEADLINE_S = 10.0
 F = pb.FinishReason
-
-
-def token_at(seed: int, position: int) -> int:
-    return (seed * 1_000_003 + position * 7919) % 50_000
 
 
 @dataclass(eq=False)
@@ -73,17 +70,6 @@ class VirtualWorker:
     @property
     def blocks_used(self) -> int:
         return sum(self.holdings.values())
-
-
-class Job:
-    """A request as it goes over the wire: what the client has got by then is fixed."""
-
-    def __init__(self, live: LiveRequest) -> None:
-        self.id = wire_id(live.request_id, live.attempt)
-        self.seed = live.seed
-        self.prompt = len(live.request.prompt_tokens)
-        self.sent = len(live.output)
-        self.max_tokens = live.request.max_tokens
 
 
 class VirtualWorkers:

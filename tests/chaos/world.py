@@ -25,9 +25,10 @@ from blitzd.node.driver import Driver
 from blitzd.node.face import GenerateRequest, GenerationFailed, RequestRefused
 from blitzd.node.observe import new_observations
 from blitzd.node.ports import JournalUnavailable
+from tests.chaos.jobs import token_at
 from tests.chaos.lives import Lives
 from tests.chaos.scenario import Faults, Scenario
-from tests.chaos.workers import VirtualWorkers, token_at
+from tests.chaos.workers import VirtualWorkers
 
 VIRTUAL_LIMIT_S = 600.0
 SNAPSHOT_EVERY = 100
