@@ -151,7 +151,7 @@ RULES: dict[type[Payload], str] = {
         "First come, first served, to the replica with the fewest prompt tokens granted, then"
         " the smallest id, if it has a grant and the blocks free; one that lost the request since"
         " its last token comes last. Of a live pair New takes it, within the pair's cap by now,"
-        " with blocks on both; Old does until New can, and what New refuses."
+        " with blocks on both; Old does until New can, and what New refuses or is too small for."
     ),
     ev.RequestRelayed: (
         "The first of the two of a live pair has said that Old goes on with the request."

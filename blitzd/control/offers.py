@@ -133,10 +133,16 @@ def _pair_rule(state: ClusterState, request: Request, replica: Replica, now_ns: 
         return ""
     if replica.id == pair.new and request.whole:
         return "it has said that it cannot take this one while it loads"
-    if replica.id == pair.old and not request.whole and takes_prompts(state.replicas[pair.new]):
+    if replica.id == pair.old and _new_takes(state, request, state.replicas[pair.new]):
         return f"it goes on with what {pair.new} has, its pair"
     pending, cap = state.index.prefilling[replica.id], pair.cap_at(now_ns)
     return f"it has {pending} prefills, its pair's limit by now" if pending >= cap else ""
+
+
+def _new_takes(state: ClusterState, request: Request, new: Replica) -> bool:
+    """Now, or once it has room; its machine may be too small for this one."""
+    fits = _blocks_for(_prefill_tokens(state, request), new) <= new.blocks_total
+    return takes_prompts(new) and fits and not request.whole
 
 
 def decode_offer(state: ClusterState, policy: Policy, request: Request, replica: Replica) -> Offer:

@@ -6,8 +6,9 @@ what it cannot finish yet (Old).
 the earliest first, with the layers that New has run. A prompt given to Old directly would be
 computed there from its first layer, before those that came earlier; so what is above New's cap
 waits in the queue, as in the original (reference 2.2), and Old is never idle for it, since an
-idle Old takes what New has. Old does take prompts until New can, and those that New refuses;
-no more at a time than New would, since it begins to follow when it has run them.
+idle Old takes what New has. Old does take prompts until New can, and those that New refuses or
+is too small for; no more at a time than New would, since it begins to follow when it has run
+them.
 
 *Who has a request.* From its grant on it names both (`source` and `rest`), and holds blocks on
 both, since Old takes it over without asking. Each tells; the first word moves the request, the

@@ -146,6 +146,20 @@ def test_one_that_cannot_keep_it_is_passed_over() -> None:
     assert only(events, ev.PoolCopyAssigned).replica == "c.r0"
 
 
+def test_one_that_it_cannot_reach_takes_its_own_file_in_the_end() -> None:
+    """As with other peers: the third try in a row asks nobody."""
+    made = cluster("prefill", "decode")
+    made.feed(ev.WorkerExited("r1", 1, "killed"))
+    hold(made, "b.r0")
+    events = made.attach("r1", 200)
+    rungs = []
+    for _ in range(3):
+        rungs.append(only(events, ev.LoadStarted).rung)
+        made.feed(ev.LoadEnded("r1", 2, "", "b.r0", 30, 0, 64, 0, "b.r0/1: peer was lost"))
+        events = made.after(60_000)
+    assert rungs == ["pool", "pool", "disk"]
+
+
 def test_a_node_without_weights_and_with_a_fast_link_keeps_it() -> None:
     made = Harness(**MOVES)
     made.topology = (ev.NodeLinks("b", ("e0",), 10), ev.NodeLinks("c", ("e0",), 20))

@@ -233,3 +233,14 @@ def test_the_kv_of_two_parts_is_counted_where_it_leaves() -> None:
     world.feed(ev.ImportEnded(lease, 3000, 9))
     totals = {r: (world.replica(r).kv_out, world.replica(r).kv_in) for r in ("r0", "r1", "r2")}
     assert totals == {"r0": (1800, 0), "r1": (0, 3000), "r2": (1200, 0)}
+
+
+def test_what_is_too_large_for_new_is_computed_by_old() -> None:
+    """New's machine has less memory: nobody waits for the end of its load because of that."""
+    world = Harness().serving("prefill", "decode", "spare")
+    world.feed(ev.LivePairRequested("r2", "r0"))
+    world.moved("r2", blocks=2)
+    world.arrive(1, prompt=1000)
+    world.arrive(2, prompt=100)
+    requests = world.state.requests
+    assert [(requests[i].source, requests[i].rest) for i in (1, 2)] == [("r0", ""), ("r2", "r0")]
