@@ -48,7 +48,8 @@ RULES: dict[type[Payload], str] = {
         "An Inactive replica with an attached worker and a role other than spare loads, unless"
         " it is cordoned or in back-off; from a replica that has the weights, or will, and gives"
         " them to nobody yet, if the policy says so (not from a Prefill, whose egress is for KV,"
-        " nor after two failures), else from the node's file."
+        " nor after two failures), in shards where its node's links are described and several"
+        " can be had at once, else from the node's file."
     ),
     ev.LoadProgressed: "Progress of a load that is under way.",
     ev.LoadFinished: "The last layer has arrived; the role says which state follows.",
