@@ -9,7 +9,7 @@ from blitzd.control.explain import Explanation
 from blitzd.events.json_form import record_json
 from blitzd.events.record import Record
 from blitzd.fsm.diff import Change
-from blitzd.fsm.pair_story import PairStory
+from blitzd.fsm.pair_story import PairRequest, PairStory
 from blitzd.fsm.story import Milestone, Story
 
 
@@ -132,14 +132,22 @@ def as_pair(story: PairStory) -> str:
         # The first part last: it is often shorter than a column.
         for part in reversed(request.parts):
             fill(row, part.begin_us, part.end_us, "n" if part.side == "new" else "O")
-        split = next((part.last for part in request.parts if part.side == "new"), 0)
-        ran = "all on new" if split is None else f"{split} on new"
-        lines.append(f"{request.id:>{width}} {''.join(row).rstrip()}  {ran}")
+        lines.append(f"{request.id:>{width}} {''.join(row).rstrip()}  {_ran(request)}")
     if len(story.requests) > ROWS:
         lines.append(f"{'':>{width}} and {len(story.requests) - ROWS} more")
     legend = "n: with new, O: with old, .: waits for either, |: a layer came"
     lines.append(f"{'':>{width}} 0 to {end_us / 1e3:.0f} ms; {legend}")
     return "\n".join(lines)
+
+
+def _ran(request: PairRequest) -> str:
+    """How many layers the new side ran of it, the last time."""
+    last = request.parts[-1]
+    if last.broken_off:
+        return f"broken off on {last.side}"
+    if last.side == "new":
+        return "all on new"
+    return f"{last.first} on new"
 
 
 def as_explanation(found: Explanation) -> str:

@@ -20,6 +20,8 @@ class Part(msgspec.Struct):
     """None: to the end."""
     begin_us: float
     end_us: float
+    broken_off: bool = False
+    """It did not come to `last`: it is begun anew elsewhere, or is over."""
 
 
 class PairRequest(msgspec.Struct):
@@ -96,4 +98,4 @@ class PairTeller:
             story.requests.sort(key=lambda request: request.id)
         first, last = args["first"], args["last"]
         assert isinstance(first, int) and isinstance(last, int | None)
-        one.parts.append(Part(side, first, last, begin_us, end_us))
+        one.parts.append(Part(side, first, last, begin_us, end_us, bool(args["broken_off"])))

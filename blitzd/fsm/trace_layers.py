@@ -119,4 +119,5 @@ class LayerSpans:
         name = f"{request_id}: layers {layers}" + (", broken off" if left else "")
         number = f" #{part.lane + 1}" if part.lane else ""
         args = {"request": request_id, "replica": part.replica, "first": part.first, "last": last}
+        args |= {"broken_off": left}
         yield LayerSpan(f"{part.replica} prefills{number}", name, part.begin_us, args)

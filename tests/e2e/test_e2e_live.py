@@ -65,19 +65,23 @@ def test_the_same_where_the_two_share_no_memory(state_dir: Path, expected: Expec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [NEW, OLD, DECODE])
-@pytest.mark.parametrize("layers", [0, 12, 28])
-def test_a_kill_in_mid_load_loses_no_request(
-    daemon: Daemon, expected: Expected, victim: str, layers: int
+@pytest.mark.parametrize(
+    ("layers", "how"),
+    [*((layers, signal.SIGKILL) for layers in (0, 12, 28)), (12, signal.SIGSTOP)],
+    ids=["killed-0", "killed-12", "killed-28", "stopped-12"],
+)
+def test_a_death_in_mid_load_loses_no_request(
+    daemon: Daemon, expected: Expected, victim: str, layers: int, how: signal.Signals
 ) -> None:
     with Clients(daemon) as clients:
         since = go_live(daemon, 4000)
         loaded_to(daemon, layers)
         pid = replica(daemon, victim)["pid"]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, how)
         wait_for("its end", lambda: replica(daemon, victim)["pid"] != pid)
         wait_for("all to serve", lambda: settled(daemon), 60.0)
     count = clients.check(expected)
-    print(f"{victim} at layer {layers}: {count} requests, {story(daemon, since)}")
+    print(f"{how.name} of {victim} at layer {layers}: {count} requests, {story(daemon, since)}")
     daemon.idle()
     back_to_spare(daemon)
 

@@ -194,11 +194,11 @@ def test_the_story_of_a_pair() -> None:
     assert (story.new, story.old, story.end) == ("r2", "r0", "settled")
     assert [round(at / 1000) for at in story.layers_us] == [20, 30, 44]
     parts = {
-        request.id: [(part.side, part.first, part.last) for part in request.parts]
+        request.id: [(p.side, p.first, p.last, p.broken_off) for p in request.parts]
         for request in story.requests
     }
     assert parts == {
-        1: [("new", 0, 2), ("old", 2, None)],
-        2: [("new", 0, None)],
-        3: [("new", 0, None)],
+        1: [("new", 0, 2, False), ("old", 2, None, False)],
+        2: [("new", 0, None, False)],
+        3: [("new", 0, None, True)],
     }
