@@ -13,6 +13,7 @@ from tests.e2e.daemon import Daemon, wait_for
 from tests.e2e.live import (
     DECODE,
     KINDS,
+    LAYERS,
     NEW,
     OLD,
     OPTIONS,
@@ -187,3 +188,32 @@ def test_a_daemon_that_is_stopped_in_mid_load_finishes_what_runs(
 def arrived(daemon: Daemon) -> int:
     requests: dict[str, int] = daemon.state()["requests"]
     return sum(requests.values())
+
+
+@pytest.mark.slow
+def test_a_decode_replica_is_had_at_once_and_its_successor_serves_while_it_loads(
+    state_dir: Path, expected: Expected
+) -> None:
+    """A prefill replica takes the role, and a live one takes its place."""
+    ladder = ("--set", "policy.ladder_live=1", "--set", "policy.ladder_live_decode=1")
+    running = Daemon(state_dir, *OPTIONS, "--prefill", "2", *ladder).start()
+    try:
+        running.ready()
+        tell(running, "/admin/policy", {"mock_transfer_ms": 5000, "ladder_map": 0})
+        since = running.state()["seq"]
+        with Clients(running) as clients:
+            tell(running, "/admin/scale", {"prefill": 2, "decode": 2})
+            decodes = (r["id"] for r in running.state()["replicas"] if r["role"] == "decode")
+            mutated = next(name for name in decodes if name != "r2")
+            took = wait_for("it decodes", lambda: replica(running, mutated)["state"] == "Decode")
+            [pair] = running.state()["pairs"]
+            assert replica(running, pair["new"])["layers_ready"] < LAYERS
+            wait_for("all to serve", lambda: settled(running), 60.0)
+        clients.check(expected)
+        print(f"{mutated} decodes after {took:.1f} s; {story(running, since)}")
+        assert events(running, since, "PairSettled")
+        states = [r["state"] for r in running.state()["replicas"]]
+        assert sorted(states) == ["Decode", "Decode", "Prefill", "Prefill"]
+        running.idle()
+    finally:
+        running.end()
