@@ -156,13 +156,16 @@ def live_pair_requested(turn: Turn, wanted: ev.LivePairRequested) -> None:
     old = named(turn, "live", wanted.old)
     if new is None or old is None:
         return
+    pair = turn.state.pairs.get(new.pair_id)
+    if pair is not None and (pair.new, pair.old) == (new.id, old.id):
+        return
     if reason := _cannot_go_live(new):
         refuse(turn, "live", new.id, reason)
     elif old.state is not S.PREFILL or not pairs.may_be_old(old):
         reason = f"it is {old.state}; a Prefill can finish for another"
         if old.state is S.PREFILL:
             reason = "it restarts, or stands in for one that does"
-        refuse(turn, "live", old.id, reason)
+        turn.emit(ev.CommandRefused("live", old.id, reason, field="old"))
     elif (found := loads.from_peers(turn, new)) is None:
         reason = "nobody has weights to give over a link that is free and on (ladder_*)"
         refuse(turn, "live", new.id, reason)

@@ -244,3 +244,11 @@ def test_what_is_too_large_for_new_is_computed_by_old() -> None:
     world.arrive(2, prompt=100)
     requests = world.state.requests
     assert [(requests[i].source, requests[i].rest) for i in (1, 2)] == [("r0", ""), ("r2", "r0")]
+
+
+def test_asking_twice_is_asking_once_and_a_refusal_names_its_field() -> None:
+    world = paired("spare")
+    assert world.feed(ev.LivePairRequested("r2", "r0")) == []
+    refused = only(world.feed(ev.LivePairRequested("r3", "r0")), ev.CommandRefused)
+    assert (refused.field, refused.code) == ("old", "conflict")
+    assert refused.reason == "it is OldPrefill; a Prefill can finish for another"
