@@ -28,12 +28,13 @@ class RemoteProcess:
         self._on = (replica, epoch)
         self._on_exit = on_exit
         self._exited = asyncio.Event()
+        self._killing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        """An agent that is out of contact does not hear of it. Its next hello does not have
+        this worker, which is its end; or there is none, and the node is lost."""
         replica, epoch = self._on
-        spawn = pb.Spawn(replica_id=replica, epoch=epoch)
-        if not self._send(pb.ControllerMessage(spawn=spawn)):
-            self.ended("could not be started: its node is out of contact")
+        self._send(pb.ControllerMessage(spawn=pb.Spawn(replica_id=replica, epoch=epoch)))
 
     def ended(self, how: str) -> None:
         if self.alive:
@@ -45,18 +46,20 @@ class RemoteProcess:
         return not self._exited.is_set()
 
     def signal(self, number: signal.Signals) -> None:
-        """SIGKILL alone is passed on. An agent that is out of contact hears of it when it is
-        back: it is not told to keep this worker."""
-        if number is signal.SIGKILL and self.alive:
-            self._tell(0.0)
+        """SIGKILL alone is passed on. It is obeyed as far as we are concerned, as `end` is: who
+        is killed is of no use any more, and what ran there need not wait for the node's lease."""
+        if number is signal.SIGKILL and self.alive and self._killing is None:
+            self._killing = asyncio.ensure_future(self.end(0.0))
 
     async def end(self, grace_s: float) -> None:
         """Also when the agent does not answer: what it then still has it is told not to keep."""
+        how = "its node is out of contact"
         if self.alive and self._tell(grace_s):
+            how = "its node does not answer"
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s + ANSWER_S):
                     await self._exited.wait()
-        self.ended("its node is out of contact")
+        self.ended(how)
 
     def _tell(self, grace_s: float) -> bool:
         replica, epoch = self._on

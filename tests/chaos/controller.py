@@ -11,8 +11,10 @@ from blitzd.proto.blitzd.engine import v1 as pb
 
 LEASE_S = 5.0
 BEATS = 5
-ANSWER_S = 5.0
-"""For an agent to say that a worker has ended, the worker's own grace included."""
+ANSWER_S = 2.0
+"""For an agent to say that a worker has ended."""
+DYING_S = 0.2
+"""Between the end of a worker's token stream and its being killed for that."""
 ON_THE_WAY_S = 0.001
 """A beat. So an agent's lease is over first."""
 DIGEST = "d"

@@ -21,6 +21,7 @@ from tests.chaos.controller import (
     ANSWER_S,
     BEATS,
     DIGEST,
+    DYING_S,
     LEASE_S,
     ON_THE_WAY_S,
     Controller,
@@ -112,11 +113,8 @@ class NodeWorkers(VirtualWorkers):
     def _spawn_afar(self, life: Controller, node: VirtualNode, command: cmd.SpawnWorker) -> None:
         key = (command.replica, command.epoch)
         life.known[key] = node.name
-        if node.contact is life:
+        if node.contact is life:  # else its next hello does not have it
             self._tasks.start_soon(self._spawn_there, life, node, key)
-        else:
-            why = "could not be started: its node is out of contact"
-            self._tasks.start_soon(self._exited, life, key, why)
 
     async def _told(self, life: Controller, node: VirtualNode) -> bool:
         """What goes over a contact arrives, if late, or the contact ends."""
@@ -126,7 +124,7 @@ class NodeWorkers(VirtualWorkers):
         return node.contact is life
 
     async def _spawn_there(self, life: Controller, node: VirtualNode, key: Key) -> None:
-        if await self._told(life, node):  # else its next hello does not have it
+        if await self._told(life, node):
             worker = self.workers[key] = VirtualWorker(*key)
             self._tasks.start_soon(self._life, worker)
 
@@ -138,7 +136,7 @@ class NodeWorkers(VirtualWorkers):
             del life.known[key]
         if node.contact is life:
             self._tasks.start_soon(self._end_there, life, node, key)
-            self._tasks.start_soon(self._give_up_on, life, key)
+            self._tasks.start_soon(self._give_up_on, life, key, ANSWER_S)
         else:
             why = "its node is out of contact"
             self._tasks.start_soon(self._exited, life, key, why)
@@ -150,8 +148,8 @@ class NodeWorkers(VirtualWorkers):
                 self._end(worker)
             await self._exited(life, key, "exited with status 0")
 
-    async def _give_up_on(self, life: Controller, key: Key) -> None:
-        await anyio.sleep(ANSWER_S)
+    async def _give_up_on(self, life: Controller, key: Key, after_s: float) -> None:
+        await anyio.sleep(after_s)
         await self._exited(life, key, "its node is out of contact")
 
     async def _exited(self, life: Controller, key: Key, reason: str) -> None:
@@ -185,8 +183,14 @@ class NodeWorkers(VirtualWorkers):
             await super()._report_death(worker, reason)
             return
         await anyio.sleep(self.random.uniform(0.001, 0.1))
-        if life is not None and await self._told(life, node):
-            await self._exited(life, (worker.replica, worker.epoch), reason)
+        if life is None:
+            return
+        key = (worker.replica, worker.epoch)
+        if node.linked:  # its token stream breaks, so it is killed, whoever answers
+            after_s = DYING_S + (ANSWER_S if node.contact is life else 0.0)
+            self._tasks.start_soon(self._give_up_on, life, key, after_s)
+        if await self._told(life, node):
+            await self._exited(life, key, reason)
 
     async def _import(self, worker: VirtualWorker, command: cmd.ImportKv, job: Job) -> None:
         """Nothing comes over a link that is cut, and nobody says so."""
@@ -284,7 +288,7 @@ class NodeWorkers(VirtualWorkers):
         node.alive, node.contact = False, None
         if what != "agent":
             for worker in self.there(node):
-                self._end(worker)
+                self.kill(worker, "its machine died")
 
     def start_agent(self, node: VirtualNode) -> None:
         node.alive, node.epoch, node.since = True, node.epoch + 1, anyio.current_time()

@@ -46,17 +46,22 @@ class HostsCluster:
         for node in nodes:
             with inside(self.hosts.name(self.host(node))):
                 self.a.start() if node == "a" else self.agents[node].start()
-        answers = lambda: self.a.get_status("/ready") != 0  # noqa: E731
-        wait_for("the controller", answers, SERVING_S)
+        wait_for("the controller", self._answers, SERVING_S)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError):
+            return bool(self.a.state())
+        return False
 
     def end(self) -> None:
         for agent in self.agents.values():
             agent.end()
         self.a.end()
 
-    def die(self, node: str) -> None:
-        """The machine: its agent and its workers, and no word from its network."""
-        self.hosts.cut(self.host(node))
+    def die(self, node: str, how: str) -> None:
+        """Its agent and its workers. killed: the connections break. dark: nobody says a word."""
+        if how == "dark":
+            self.hosts.cut(self.host(node))
         self.agents[node].end()
 
     def back(self, node: str) -> None:

@@ -20,6 +20,8 @@ RATE_MBIT = 400.0
 NOTICED_S = 1.0
 TURN_S = 1.5
 """For changing a link (some processes), and daemons that get their turn on a busy box."""
+AGENT_S = 2.5
+"""For its stream to break, and its agent not to answer."""
 QUICK = ("--set", "policy.lease_stall_ms=500")
 FROM_PEERS = ("--set", "policy.ladder_map=0", "--set", "policy.null_ttl_ms=1")
 
@@ -85,6 +87,31 @@ def test_kv_goes_between_hosts_and_around_a_link_that_fails(
         cluster.a.idle()
 
 
+def test_what_decoded_on_a_machine_that_was_killed_does_not_wait_for_its_lease(
+    made: Hosts, tmp_path: Path, expected: str
+) -> None:
+    with running(made, tmp_path, ("decode", "decode"), "--set", "node.lease_s=60") as cluster:
+        cluster.start("a", "b", "c")
+        for replica in ("b.r0", "c.r0"):
+            cluster.wait_state(replica, "Decode")
+        streams = Streams(cluster, 4)
+        wait_for("both decode", lambda: cluster.a.state()["requests"]["decoding"] == 4)
+        seq, killed = cluster.a.state()["seq"], time.monotonic()
+        cluster.die("b", "killed")
+        resumed = lambda: bool(cluster.since(seq, "RequestResumed"))  # noqa: E731
+        wait_for("a request that goes on elsewhere", resumed)
+        took = time.monotonic() - killed
+        print(f"resumed after {took:.2f} s, with a lease of 60 s")
+        assert took < AGENT_S + TURN_S
+        assert streams.join() == [expected] * 4
+        assert cluster.phase("b") == "present"
+        # It comes back within its lease, to a replica that waits for it.
+        cluster.back("b")
+        cluster.wait_state("b.r0", "Decode")
+        assert cluster.since(seq, "NodeLost") == []
+        assert Streams(cluster, 4).join() == [expected] * 4
+
+
 def test_a_link_that_is_back_within_the_lease_costs_nothing_but_the_wait(
     made: Hosts, tmp_path: Path, expected: str
 ) -> None:
@@ -138,15 +165,24 @@ def test_weights_go_through_the_hosts_in_a_chain(chain: HostsCluster, expected: 
     assert Streams(chain, 6).join() == [expected] * 6
 
 
-@pytest.mark.parametrize("victim", ["source", "middle", "target"])
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [
+        ("source", "killed"),
+        ("source", "dark"),
+        ("middle", "killed"),
+        ("middle", "dark"),
+        ("target", "killed"),
+    ],
+)
 def test_a_machine_of_a_chain_dies_in_the_middle_of_the_transfer(
-    chain: HostsCluster, expected: str, victim: str
+    chain: HostsCluster, expected: str, victim: str, how: str
 ) -> None:
     sources = loading(chain)
     middle = next(r for r, source in sources.items() if source == "b.r0")
     [target] = set(sources) - {middle}
     dead = {"source": "b.r0", "middle": middle, "target": target}[victim].split(".")[0]
-    chain.die(dead)
+    chain.die(dead, how)
     alive = [r for r in ("b.r0", "c.r0", "d.r0") if not r.startswith(dead)]
     for replica in alive:
         chain.wait_state(replica, "Decode")
