@@ -137,8 +137,10 @@ def relayed(turn: Turn, said: ev.Relayed) -> None:
     on = (replica.id, replica.epoch)
     if request is None or request.resumes != said.attempt:
         _let_go(turn, replica, said)
-    elif request.state is not RequestState.PREFILLING or on not in request.on():
+    elif on not in request.on():
         turn.ignore(*on)
+    elif request.state is not RequestState.PREFILLING:
+        return  # the other of the two has said so
     elif request.rest:
         turn.emit(ev.RequestRelayed(request.id, said.layers))
     else:
