@@ -52,7 +52,11 @@ def _reconfigure(turn: Turn, boot: ev.Booted) -> None:
 
 def worker_started(turn: Turn, started: ev.WorkerStarted) -> None:
     replica = turn.current(started.replica, started.epoch)
-    if replica and replica.worker == "spawning":
+    if replica is None:
+        # Its start was held up, by a full disk say, until its node or replica was given up:
+        # nobody else ends it.
+        turn.command(EndWorker(started.replica, started.epoch))
+    elif replica.worker == "spawning":
         turn.emit(ev.WorkerSpawned(started.replica, started.epoch, started.pid))
 
 

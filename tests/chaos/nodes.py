@@ -117,11 +117,12 @@ class NodeWorkers(VirtualWorkers):
             self._tasks.start_soon(self._spawn_there, life, node, key)
 
     async def _told(self, life: Controller, node: VirtualNode) -> bool:
-        """What goes over a contact arrives, if late, or the contact ends."""
+        """What goes over a contact arrives, if late, or the contact ends, as with its agent."""
+        epoch = node.epoch
         await anyio.sleep(self.random.uniform(0.0, 0.02))
-        while node.contact is life and not node.works:
+        while node.contact is life and node.epoch == epoch and not node.works:
             await anyio.sleep(0.05)
-        return node.contact is life
+        return node.contact is life and node.epoch == epoch
 
     async def _spawn_there(self, life: Controller, node: VirtualNode, key: Key) -> None:
         if await self._told(life, node):

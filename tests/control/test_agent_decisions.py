@@ -124,3 +124,17 @@ def test_a_machine_that_went_dark_costs_nobody_who_was_connected_to_it() -> None
     # A peer on its own node is another matter.
     world.feed(ev.HoldingsReported("r0", 1, 0, (), (), 0, 0, ("r1/7",)))
     assert world.replica("r0").dirty_ns
+
+
+def test_a_start_that_came_late_is_ended() -> None:
+    """Told to a node before it was lost, and carried out after: a full disk held it up."""
+    world = Harness().serving("prefill", "decode")
+    join(world, "decode")
+    world.feed(ev.AgentLost("b", 1, "its agent stops: SIGTERM"))
+    join(world, "decode", epoch=2)
+    events = world.feed(ev.WorkerStarted("b.r0", 1, 500))
+    assert only(events, ev.StaleNoticeIgnored).epoch == 1
+    assert world.commanded(EndWorker) == [EndWorker("b.r0", 1)]
+    world.feed(ev.WorkerStarted("b.r0", world.replica("b.r0").epoch, 501))
+    assert world.replica("b.r0").worker == "spawned"
+    assert world.commanded(EndWorker) == []
