@@ -14,7 +14,8 @@ from blitzd.node.worker_calls import CallFailed, describe_failure
 from blitzd.proto.blitzd.engine import v1 as pb
 
 PERIOD_S = 1.0
-"""Between an answer and the next question, at most; a quarter of a shorter deadline."""
+"""Between a sign of life and the next question, at most twice that; a quarter of a shorter
+deadline."""
 
 
 class HealthWatch:
@@ -30,12 +31,15 @@ class HealthWatch:
         self._step_s = step_s
         self._period_s = min(PERIOD_S, silence_s / 4)
         self._silent_s = 0.0
+        self._heard = False
+        """Since the watch last began to rest."""
         self._unanswered = "no answer to Health"
         self._step = -1
 
     def heard(self) -> None:
         """A sign of life came another way."""
         self._silent_s = 0.0
+        self._heard = True
 
     async def failure(self) -> str:
         """Returns, with the reason, once the worker is to be ended."""
@@ -71,7 +75,11 @@ class HealthWatch:
         await self._count(asyncio.wait([answer], timeout=tick_s), tick_s)
 
     async def _rest(self) -> None:
-        await self._count(asyncio.sleep(self._period_s), self._period_s)
+        """Until nothing was heard for a period: who reports steps need not be asked too."""
+        self._heard = True
+        while self._heard:
+            self._heard = False
+            await self._count(asyncio.sleep(self._period_s), self._period_s)
 
     async def _count(self, wait: Awaitable[object], planned_s: float) -> None:
         began = time.monotonic()

@@ -180,9 +180,11 @@ def assert_the_log_tells_the_story(burst: Burst) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_bursts_scale_up_and_back_down_and_every_request_is_answered(state_dir: Path) -> None:
-    """All 700 requests: 24 s of them, 16 s of none, 20 s of them."""
-    burst = Burst(state_dir, 700, "--prompt-scale", "0.01", "--max-output", "6")
+    """All 700 requests: a minute of them, 40 s of none, 50 s of them."""
+    scaled = ("--speed", "0.4", "--prompt-scale", "0.01", "--max-output", "6")
+    burst = Burst(state_dir, 700, *scaled)
     assert (burst.report["succeeded"], burst.report["failed"]) == (700, {})
     turns = assert_the_log_tells_the_story(burst)
     print(f"prefill replicas: {turns}")

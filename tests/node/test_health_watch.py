@@ -1,0 +1,45 @@
+"""When a worker is asked whether it lives."""
+
+import asyncio
+
+from blitzd.node.health_watch import HealthWatch
+from blitzd.proto.blitzd.engine import v1 as pb
+
+SILENCE_S = 0.4
+PERIOD_S = SILENCE_S / 4
+
+
+class Asked:
+    def __init__(self) -> None:
+        self.times = 0
+        self.answers = True
+
+    async def __call__(self) -> pb.HealthReply:
+        self.times += 1
+        if not self.answers:
+            await asyncio.Event().wait()
+        return pb.HealthReply(step=self.times)
+
+
+async def reports(watch: HealthWatch, seconds: float) -> None:
+    """Steps, several in a period."""
+    ends = asyncio.get_running_loop().time() + seconds
+    while asyncio.get_running_loop().time() < ends:
+        watch.heard()
+        await asyncio.sleep(PERIOD_S / 10)
+
+
+def test_who_reports_steps_is_not_asked_and_who_stops_is_asked_and_given_up() -> None:
+    async def talk() -> None:
+        asked = Asked()
+        watch = HealthWatch(asked, SILENCE_S, 60.0)
+        failure = asyncio.create_task(watch.failure())
+        await reports(watch, 8 * PERIOD_S)
+        assert asked.times == 1, "once, at the start"
+        await asyncio.sleep(6 * PERIOD_S)
+        assert asked.times > 2 and not failure.done()
+        asked.answers = False
+        async with asyncio.timeout(10.0):
+            assert (await failure).startswith("silent for 0.4 s")
+
+    asyncio.run(talk())
