@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -17,6 +17,7 @@ from blitzd.engine.calls import deadline
 from blitzd.engine.errors import InvalidField, NotReady
 from blitzd.engine.exporter import Exporter
 from blitzd.engine.importer import Importer
+from blitzd.engine.opening import STOP_S, discard, open_beside
 from blitzd.engine.options import ReplicaOptions
 from blitzd.engine.prepared import Prepared
 from blitzd.engine.relay import RelayFollower, RelaySource
@@ -39,8 +40,6 @@ HANDOVER_S = 60.0
 """Of a caller that sets no deadline; the daemon's is the lease's."""
 LISTED = 64
 """Requests that a worker names among its holdings."""
-STOP_S = 5.0
-"""For the step that is running when a model is unloaded."""
 
 
 class EngineService(pb.EngineBase):
@@ -85,6 +84,7 @@ class EngineService(pb.EngineBase):
         self._early: pb.LoadProgress | None = None
         """Of a live load: the newest."""
         self._loading = asyncio.Lock()
+        self._unloading = asyncio.Lock()
 
     @property
     def attended(self) -> bool:
@@ -169,6 +169,7 @@ class EngineService(pb.EngineBase):
 
     async def load_model(self, message: pb.LoadModelRequest) -> AsyncIterator[pb.LoadProgress]:
         async with self._loading:
+            await self._gone()
             if self._replica is None:
                 async with contextlib.aclosing(self._load(message)) as loading:
                     async for progress in loading:
@@ -176,6 +177,12 @@ class EngineService(pb.EngineBase):
             else:
                 self._check_same(self._replica, message)
         yield self._progress
+
+    async def _gone(self) -> None:
+        """What is left of the last model goes before another comes: it would take its offers and
+        its socket along."""
+        async with self._unloading:
+            pass
 
     @staticmethod
     def _check_same(replica: "Replica", message: pb.LoadModelRequest) -> None:
@@ -209,7 +216,7 @@ class EngineService(pb.EngineBase):
             self._progress = pb.LoadProgress()
             opening.cancel()
             if not message.live:
-                opening.add_done_callback(_discard)
+                opening.add_done_callback(discard)
             await asyncio.wait([opening])
             await self._unload()
             await self._weights.server.withdraw()
@@ -267,26 +274,7 @@ class EngineService(pb.EngineBase):
         return self._ready
 
     async def _open_replica(self, prepared: Prepared, message: pb.LoadModelRequest) -> "Replica":
-        loop = asyncio.get_running_loop()
-
-        def open_it() -> "Replica":
-            from blitzd.engine.replica import open_replica
-
-            return open_replica(
-                prepared,
-                message.blocks_total,
-                self._options,
-                publish=lambda report: _tell(loop, self._publish, report),
-                crashed=lambda error: _tell(loop, self._crashed, error),
-                arriving=message.live,
-            )
-
-        opening = loop.run_in_executor(None, open_it)
-        try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            opening.add_done_callback(_discard)
-            raise
+        return await open_beside(prepared, message, self._options, self._publish, self._crashed)
 
     async def _install(self, replica: "Replica") -> None:
         server = ArenaServer(self._kv_socket, replica.kv, str(self._identity))
@@ -316,6 +304,7 @@ class EngineService(pb.EngineBase):
 
     async def hold_weights(self, message: pb.HoldWeightsRequest) -> pb.HoldWeightsReply:
         async with self._loading:
+            await self._gone()
             if self._replica is not None:
                 raise NotReady("a model is loaded here; it gives its weights as it is")
             offer = await self._weights.hold(Path(message.model_path))
@@ -393,8 +382,9 @@ class EngineService(pb.EngineBase):
 
     async def reset(self, message: pb.ResetRequest) -> pb.ResetReply:
         if message.unload_weights:
-            await self._unload()
-            await self._weights.give_up()
+            async with self._unloading:
+                await self._unload()
+                await self._weights.give_up()
         elif self._replica is not None:
             await self._forget_everything(self._replica)
         return pb.ResetReply()
@@ -405,17 +395,3 @@ class EngineService(pb.EngineBase):
         async with self._exporter.freeing():
             with replica.steps.exclusive() as stepper:
                 stepper.reset()
-
-
-T = TypeVar("T")
-
-
-def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[T], None], value: T) -> None:
-    """From the step loop's thread. Once the event loop has ended nobody listens any more."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(callback, value)
-
-
-def _discard(opening: "asyncio.Future[Replica]") -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close(STOP_S)

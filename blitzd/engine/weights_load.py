@@ -8,6 +8,7 @@ from pathlib import Path
 
 import structlog
 
+from blitzd.engine.errors import NotReady
 from blitzd.engine.options import Weights
 from blitzd.engine.prepared import Prepared, open_prepared, open_tokenizer
 from blitzd.engine.sources import Sources
@@ -44,6 +45,8 @@ class WeightLoader:
         self._identity = identity
         self._socket = socket
         self._arena_server: ArenaServer | None = None
+        self._given_up = 0
+        """So often."""
         self._standby = standby
         self._ucx = ucx
         self._how = how
@@ -153,9 +156,12 @@ class WeightLoader:
     async def hold(self, directory: Path) -> Offer:
         """The directory's own file, mapped, read through and on offer to peers until the next
         load or `give_up`. The kernel may take pages back that nobody maps elsewhere; they are
-        read from the disk then. Raises InvalidField, Corrupt."""
+        read from the disk then. Raises InvalidField, Corrupt, NotReady (given up meanwhile)."""
         self._forget()
+        before = self._given_up
         prepared = await asyncio.to_thread(self._standby.take, directory, lambda moved: None)
+        if self._given_up != before:
+            raise NotReady("it was told to let go of the weights while it read them")
         size = len(prepared.weights)
         offer = Offer(prepared.config.digest, prepared.weights, size, lambda _: size)
         await self.server.offer(offer)
@@ -163,6 +169,7 @@ class WeightLoader:
 
     async def give_up(self) -> None:
         """Offers nothing any more. Returns when nobody reads the weights."""
+        self._given_up += 1
         self._forget()
         await self.server.withdraw()
         await self._hide()
