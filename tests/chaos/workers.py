@@ -46,6 +46,8 @@ class VirtualWorker:
     """Those that are to stop decoding after their next token."""
     halves: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Id of an attempt -> layers [first, last) whose KV is here, of those that two share."""
+    loads: int = 0
+    """That were begun: each takes the place of the one before."""
     dry: bool = False
     """It loads, and has no peers left."""
     importing: dict[int, int] = field(default_factory=dict)
@@ -230,8 +232,11 @@ class VirtualWorkers:
         asked, source, reason = list(peers), "map", ""
         blocks = (BLOCK_TOKENS, BLOCKS) if live else (0, 0)
         layer_s = self.random.choice([0.1, 0.5, 1.0]) if live else 0.1
+        worker.loads = mine = worker.loads + 1
         for layers in range(LAYERS):
             await self.pause(worker, layer_s)
+            if worker.loads != mine:
+                return
             # A dead source is noticed, and the next one goes on.
             while asked and not self._gives(*asked[0]):
                 asked.pop(0)
