@@ -3,20 +3,14 @@ of it from there, until it is told to let go."""
 
 from pathlib import Path
 
-import pytest
 from grpclib.const import Status
 
 from blitzd.engine.layout import read_model_file
 from blitzd.proto.blitzd.engine import v1 as pb
-from tests.engine.test_weight_transfers import LARGE, Load, chain, tokens, workers
+from tests.engine.test_weight_transfers import Load, chain, tokens, workers
 from tests.engine.test_worker import refused, run
 from tests.engine.workers import Client
 from tests.tiny import make_tiny
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("model") / "large", **LARGE)
 
 
 async def hold(client: Client, model: Path) -> pb.HoldWeightsReply:
