@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from blitzd.control.turn import Turn
 from blitzd.events import types as ev
+from blitzd.events.topology_events import number_of
 from blitzd.fsm import ClusterState, Replica
-from blitzd.fsm.flow import domain_of, links_of
 
 
 class Device(NamedTuple):
@@ -52,23 +52,27 @@ def topology_of(state: ClusterState, replicas: Iterable[Replica]) -> Topology:
     slowest = min((links.rate for links in described.values()), default=1)
     fastest = max((links.rate for links in described.values()), default=1)
     devices: dict[str, Device] = {}
-    alike: dict[str, Device] = {}
-    """By node or link: replicas come by the thousand."""
-    replicas = list(replicas)
-    for replica, link in zip(replicas, links_of(state, replicas), strict=True):
-        device = alike.get(link or replica.node)
-        if device is None:
-            links = described.get(replica.node)
-            leaf, rate = ("", slowest) if links is None else (links.leaf, links.rate)
-            device = Device(domain_of(state, replica), leaf, rate, link)
-            alike[link or replica.node] = device
-        devices[replica.id] = device
+    nodes: dict[str, tuple[Device, ...]] = {}
+    for replica in replicas:  # they come by the thousand
+        own = nodes.get(replica.node)
+        if own is None:
+            own = nodes[replica.node] = _devices(replica.node, described, slowest)
+        devices[replica.id] = own[number_of(replica.id) % len(own)]
     rates = {
         links.domain or links.node: links.domain_rate
         for links in described.values()
         if links.domain_rate
     }
     return Topology(devices, 2 * fastest, rates)
+
+
+def _devices(node: str, described: Mapping[str, ev.NodeLinks], slowest: int) -> tuple[Device, ...]:
+    """One for each link, on which the node's replicas take turns."""
+    links = described.get(node)
+    if links is None:
+        return (Device(node, "", slowest),)
+    domain = links.domain or node
+    return tuple(Device(domain, links.leaf, links.rate, name) for name in links.names)
 
 
 def describe(turn: Turn, nodes: tuple[ev.NodeLinks, ...]) -> None:
