@@ -240,6 +240,7 @@ class NodesWorld(World):
         """Every node is back, and every replica has the role of its configuration."""
         while not (self.wire.controller and all(self._joined(n) for n in self.nodes.values())):
             await anyio.sleep(0.5)
+        await anyio.sleep(1.0)  # what a node that froze has yet to tell of its workers
         await self._restore()
         await super()._settle(workers)
 

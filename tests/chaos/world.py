@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import anyio
+import msgspec
 import trio
 from trio.testing import MockClock
 
@@ -356,9 +357,8 @@ ENDS = (ev.RequestFinished, ev.RequestFailed, ev.RequestCancelled, ev.RequestRej
 def line(record: Record) -> str:
     """One compact line an event: seconds, sequence, cause, type, fields."""
     payload = record.payload
-    fields = " ".join(
-        f"{name}={json.dumps(getattr(payload, name))}" for name in payload.__struct_fields__
-    )
+    values = msgspec.structs.asdict(payload).items()
+    fields = " ".join(f"{name}={json.dumps(msgspec.to_builtins(v))}" for name, v in values)
     kind = type(payload).__name__
     return f"{record.mono_ns / 1e9:9.3f} {record.seq:6d} <{record.cause:6d} {kind} {fields}"
 
