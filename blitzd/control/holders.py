@@ -1,6 +1,6 @@
 """Which replicas can give their weights to others, and to whom."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from blitzd.control import multicast, shards
@@ -37,25 +37,38 @@ class Given(NamedTuple):
     """Bytes of a message over the network; 0: as many as the transport takes."""
 
 
-def chains(turn: Turn, sources: Sequence[Replica], targets: Sequence[Replica]) -> dict[str, Given]:
-    """Of each target that a chain reaches, in the order in which the bytes pass them."""
-    replicas = turn.state.replicas
-    if not sources or not targets:
+def chains(
+    turn: Turn, groups: Iterable[tuple[Sequence[Replica], Sequence[Replica]]]
+) -> dict[str, Given]:
+    """Of each target that a chain reaches, in the order in which the bytes pass them. A group is
+    (those that give, their targets), and no chain leads from one into another."""
+    groups = [(sources, targets) for sources, targets in groups if sources and targets]
+    if not groups:
         return {}
-    topology = topology_of(turn.state, (*sources, *targets))
-    planned = multicast.plan(
-        topology,
-        [r.id for r in sources],
-        [r.id for r in targets],
-        busy_links=busy_links(turn),
-    )
+    # Once for all: there may be a group for each of a thousand nodes.
+    members = [replica for group in groups for side in group for replica in side]
+    topology, busy = topology_of(turn.state, members), busy_links(turn)
     found: dict[str, Given] = {}
-    for chain in planned:
-        upstream = from_source(replicas[chain.source])
-        chunk = _chunk(turn.state, topology, chain, 1)
-        for target_id in chain.targets:
-            found[target_id] = Given(upstream, (), chunk)
-            upstream = ((target_id, replicas[target_id].epoch), *upstream[: PEERS - 1])
+    for sources, targets in groups:
+        links = {topology.devices[r.id].link for side in (sources, targets) for r in side}
+        planned = multicast.plan(
+            topology,
+            [r.id for r in sources],
+            [r.id for r in targets],
+            busy_links=links & busy,
+        )
+        for chain in planned:
+            found |= _upstreams(turn.state, topology, chain)
+    return found
+
+
+def _upstreams(state: ClusterState, topology: Topology, chain: Chain) -> dict[str, Given]:
+    found: dict[str, Given] = {}
+    upstream = from_source(state.replicas[chain.source])
+    chunk = _chunk(state, topology, chain, 1)
+    for target_id in chain.targets:
+        found[target_id] = Given(upstream, (), chunk)
+        upstream = (_named(state, target_id), *upstream[: PEERS - 1])
     return found
 
 

@@ -49,6 +49,7 @@ def start(turn: Turn, replicas: Sequence[Replica]) -> None:
     # Of those that go on asking peers, and of those that do not any more.
     skipped: dict[bool, tuple[tuple[str, str], ...]] = {False: (), True: ()}
     giving, at = list[Replica](), 0
+    olds = pairs.Olds(turn)
     for rung in RUNGS:
         if not left:
             return
@@ -64,7 +65,10 @@ def start(turn: Turn, replicas: Sequence[Replica]) -> None:
         # In the order of the chains: no state shows a load from one that does not load yet.
         for replica_id, source in found.items():
             replica, before = left.pop(replica_id), skipped[replica_id in tired]
-            old = _old_for(turn, replica, source) if replica_id in tails else None
+            live = replica_id in tails and _may_go_live(turn, replica, source)
+            old = olds.take() if live else None
+            if source.peers:
+                olds.feeds(source.peers[0][0])
             if old is not None:
                 pairs.open_pair(turn, replica, old, source.peers, rung.name, before)
             else:
@@ -85,15 +89,13 @@ def from_peers(turn: Turn, replica: Replica) -> tuple[str, Upstream] | None:
     return None
 
 
-def _old_for(turn: Turn, replica: Replica, source: Given) -> Replica | None:
-    """Who finishes for it while it loads; None: nobody does, and it does not serve before its
-    last layer. Only the end of a chain goes live: its egress is free for what it hands over,
-    and it has its last layer last. Of a sharded load all layers come at about the same time.
-    One that failed tries the plain way."""
+def _may_go_live(turn: Turn, replica: Replica, source: Given) -> bool:
+    """Whether it serves before its last layer is there, if somebody finishes for it. Only the end
+    of a chain goes live: its egress is free for what it hands over, and it has its last layer
+    last. Of a sharded load all layers come at about the same time. One that failed tries the
+    plain way."""
     live = turn.policy.ladder_live and replica.role == "prefill" and not replica.peer_failures
-    if not live or not source.peers or source.shards:
-        return None
-    return pairs.best_old(turn)
+    return bool(live and source.peers and not source.shards)
 
 
 def _begin(
@@ -118,13 +120,9 @@ def _own_file(_: Turn, targets: Sequence[Replica], giving: Sequence[Replica]) ->
 
 def _neighbours(turn: Turn, targets: Sequence[Replica], giving: Sequence[Replica]) -> Sources:
     """Chains inside a node. A prefill gives too: its KV leaves by the network."""
-    found: Sources = {}
     wanting = _by_node(targets)
     here = _by_node(replica for replica in giving if replica.node in wanting)
-    for node, group in wanting.items():
-        if node in here:
-            found |= chains(turn, here[node], group)
-    return found
+    return chains(turn, [(here[node], group) for node, group in wanting.items() if node in here])
 
 
 def _by_node(replicas: Iterable[Replica]) -> dict[str, list[Replica]]:
@@ -141,7 +139,7 @@ def _shards(turn: Turn, targets: Sequence[Replica], giving: Sequence[Replica]) -
 
 
 def _chain(turn: Turn, targets: Sequence[Replica], giving: Sequence[Replica]) -> Sources:
-    return chains(turn, with_free_egress(turn, giving), targets)
+    return chains(turn, [(with_free_egress(turn, giving), targets)])
 
 
 def _point_to_point(turn: Turn, targets: Sequence[Replica], giving: Sequence[Replica]) -> Sources:
@@ -164,7 +162,7 @@ def _pool(turn: Turn, targets: Sequence[Replica], giving: Sequence[Replica]) -> 
         return {}
     own = {replica.id: Given() for replica in targets if replica is keeper}
     others = [replica for replica in targets if replica is not keeper]
-    return own | chains(turn, [keeper], others)
+    return own | chains(turn, [([keeper], others)])
 
 
 RUNGS: Sequence[LoadRung] = (

@@ -21,6 +21,8 @@ with the death of a side and the failure of the load. What New has then ends the
 layer, or goes back to the queue where somebody else can take it.
 """
 
+import heapq
+
 from blitzd.control.commands import CancelRequest, FollowLive, LoadModel
 from blitzd.control.resume import resume
 from blitzd.control.turn import MS, Turn
@@ -62,14 +64,41 @@ def may_be_old(replica: Replica) -> bool:
     )
 
 
-def best_old(turn: Turn) -> Replica | None:
-    """One that feeds nobody if there is one, then the one with the fewest blocks reserved, then
-    the smallest id."""
-    feeding = turn.state.feeding()
-    olds = [r for r in turn.state.in_states(S.PREFILL, role="prefill") if may_be_old(r)]
-    if not olds:
+class Olds:
+    """Who can finish for another: one that feeds nobody if there is one, then the one with the
+    fewest blocks reserved, then the smallest id. Ranked once for the loads that begin in a turn:
+    there may be a thousand, and as many to choose from."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+        self._ranked: list[tuple[bool, int, str]] | None = None
+        self._feeding: set[str] = set()
+
+    def feeds(self, replica_id: str) -> None:
+        """From now on."""
+        self._feeding.add(replica_id)
+
+    def take(self) -> Replica | None:
+        """The best; nobody else gets it."""
+        if self._ranked is None:
+            self._ranked = self._rank()
+        while self._ranked:
+            feeds, blocks, replica_id = heapq.heappop(self._ranked)
+            if feeds or replica_id not in self._feeding:
+                return self._turn.state.replicas[replica_id]
+            heapq.heappush(self._ranked, (True, blocks, replica_id))
         return None
-    return min(olds, key=lambda r: (r.id in feeding, turn.state.blocks_reserved(r.id), r.id))
+
+    def _rank(self) -> list[tuple[bool, int, str]]:
+        state = self._turn.state
+        feeding = state.feeding()
+        ranked = [
+            (replica.id in feeding, state.blocks_reserved(replica.id), replica.id)
+            for replica in state.in_states(S.PREFILL, role="prefill")
+            if may_be_old(replica)
+        ]
+        heapq.heapify(ranked)
+        return ranked
 
 
 def tend(turn: Turn) -> None:

@@ -16,9 +16,18 @@ MS = 1_000_000
 NODES_PER_LEAF = 32
 
 
-def large(prefill: int, decode: int, spare: int, *, described: bool = False, **policy: int) -> Core:
+def large(
+    prefill: int,
+    decode: int,
+    spare: int,
+    *,
+    described: bool = False,
+    mixed: bool = False,
+    **policy: int,
+) -> Core:
     """All serve or are attached spares; the planner is on and has settled. `described`: each
-    node has as many links as replicas, and so many nodes a leaf."""
+    node has as many links as replicas, and so many nodes a leaf. `mixed`: some of each role on
+    every node."""
     state, seq = ClusterState(), count(1)
 
     def emit(event: Payload) -> None:
@@ -41,6 +50,9 @@ def large(prefill: int, decode: int, spare: int, *, described: bool = False, **p
         )
         emit(ev.TopologyDescribed(tuple(described_nodes)))
     roles = ["prefill"] * prefill + ["decode"] * decode + ["spare"] * spare
+    if mixed:
+        nodes_needed = -(-len(roles) // PER_NODE)
+        roles = [role for node in range(nodes_needed) for role in roles[node::nodes_needed]]
     for number, role in enumerate(roles):
         name = f"r{number}"
         emit(ev.ReplicaRegistered(name, f"n{number // PER_NODE}", role))

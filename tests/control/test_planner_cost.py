@@ -83,6 +83,27 @@ def test_a_pass_that_raises_a_thousand_finds_weights_for_each_in_fifty_milliseco
     assert any(load.shards for load in loads) == described
 
 
+def test_neighbours_and_live_pairs_for_a_thousand_cost_no_more() -> None:
+    """Each node has somebody who gives, and each chain ends in a prefill that may go live."""
+    for _ in range(3):
+        took, loads = raising_a_thousand_among_neighbours()
+        print(f"{took:.1f} ms for {len(loads)}")
+        if took < 100:
+            break
+    assert took < 100
+    assert len(loads) == 1000 and {load.rung for load in loads} == {"nvlink"}
+    assert sum(isinstance(load, ev.PairOpened) for load in loads) >= 500
+
+
+def raising_a_thousand_among_neighbours() -> tuple[float, list[ev.LoadStarted | ev.PairOpened]]:
+    core = large(4000, 4000, 2000, described=True, mixed=True, ladder_map=0, ladder_live=1)
+    step(core, ev.Ticked(), TICK)
+    turns: list[Step] = []
+    took = cost_ms(lambda: turns.append(step(core, ev.ScaleRequested(5000, 4000))), 1)
+    records = [record.payload for record in turns[0].records]
+    return took, [r for r in records if isinstance(r, ev.LoadStarted | ev.PairOpened)]
+
+
 def raising_a_thousand(described: bool) -> tuple[float, list[ev.LoadStarted]]:
     core = large(4000, 4000, 2000, described=described, ladder_map=0)
     step(core, ev.Ticked(), TICK)
