@@ -28,11 +28,6 @@ def chunk_bytes(size: int, hops: int, rate: int) -> int:
     return min(MOST, max(LEAST, round(best / STEP) * STEP))
 
 
-def seconds(size: int, hops: int, rate: int, chunk: int) -> float:
-    """T of above."""
-    return (size / chunk + hops - 1) * (chunk / rate + OVERHEAD_S)
-
-
 def chunk_of(topology: Topology, chain: Chain, size: int, hops_before: int) -> int:
     """For a chain that hangs onto `hops_before` others, at the rate of its slowest link."""
     path = (chain.source, *chain.targets)

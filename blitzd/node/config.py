@@ -1,11 +1,10 @@
 """What a node is told to run."""
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from blitzd.control.policy import Policy
-from blitzd.events.types import NodeLinks
+from blitzd.events.topology_events import NodeLinks, number_of
 from blitzd.fabric import PLAIN, Tls
 
 
@@ -68,14 +67,9 @@ class NodeConfig:
 
     def device_of(self, replica: str) -> str:
         """The same for every epoch of a replica."""
-        return self.devices[_number(replica) % len(self.devices)]
+        return self.devices[number_of(replica) % len(self.devices)]
 
     def network_device_of(self, replica: str) -> str:
         """The same for every epoch of a replica. Empty: any."""
         devices = self.network_devices
-        return devices[_number(replica) % len(devices)] if devices else ""
-
-
-def _number(replica: str) -> int:
-    last = re.findall(r"\d+", replica)[-1:] or ["0"]  # a node's name may have digits, too
-    return int(last[0])
+        return devices[number_of(replica) % len(devices)] if devices else ""

@@ -3,13 +3,18 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from blitzd.control.chunks import LEAST, MOST, STEP, chunk_bytes, chunk_of, seconds
+from blitzd.control.chunks import LEAST, MOST, OVERHEAD_S, STEP, chunk_bytes, chunk_of
 from blitzd.control.multicast import Chain
 from blitzd.control.topology import Device, Topology
 from blitzd.fabric.ucx_env import CHUNK_BYTES
 
 MIB = 1 << 20
 MB = 10**6
+
+
+def seconds(size: int, hops: int, rate: int, chunk: int) -> float:
+    """T(c) of the module."""
+    return (size / chunk + hops - 1) * (chunk / rate + OVERHEAD_S)
 
 
 def test_the_transport_takes_the_largest() -> None:
