@@ -85,7 +85,7 @@ class Cluster:
             request_id=REQUEST_ID, prompt_tokens=tokens, max_tokens=2, sampling=sampling
         )
         await self.prefill.prefill(self._request, hold=True)
-        held = await self.prefill.until(REQUEST_ID)
+        held = await self.prefill.until(REQUEST_ID, LIMIT_S)
         assert held.finish is pb.FinishReason.HELD, held.error
         self._request.output_tokens = list(held.tokens)
         await self.hand_over()  # the first one connects

@@ -192,8 +192,8 @@ class Client:
             output = self.outputs.setdefault(number, Output())
             output.finish, output.error = pb.FinishReason.ERROR, error
 
-    async def until(self, number: int) -> Output:
-        async with asyncio.timeout(ANSWER_S), self._moved:
+    async def until(self, number: int, timeout: float = ANSWER_S) -> Output:
+        async with asyncio.timeout(timeout), self._moved:
             await self._moved.wait_for(
                 lambda: number in self.outputs and self.outputs[number].ended
             )
