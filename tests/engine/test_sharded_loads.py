@@ -187,6 +187,7 @@ def test_a_damaged_section_of_two_shards_is_made_up_for(zygotes, model, hollow, 
     run(talk(), 60)
 
 
+@pytest.mark.slow
 def test_a_sharded_load_that_is_cancelled_ends_and_the_next_goes_on(zygotes, model, hollow):
     async def talk() -> None:
         async with workers(zygotes, "s0", "s1", "a", "b") as (s0, s1, a, b):
