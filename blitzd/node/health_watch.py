@@ -16,6 +16,9 @@ from blitzd.proto.blitzd.engine import v1 as pb
 PERIOD_S = 1.0
 """Between a sign of life and the next question, at most twice that; a quarter of a shorter
 deadline."""
+RESTS = 10
+"""Periods without a question, at most: a busy worker may hold what nobody knows of, or not what
+it should (`control/pairs.py`)."""
 
 
 class HealthWatch:
@@ -75,11 +78,13 @@ class HealthWatch:
         await self._count(asyncio.wait([answer], timeout=tick_s), tick_s)
 
     async def _rest(self) -> None:
-        """Until nothing was heard for a period: who reports steps need not be asked too."""
-        self._heard = True
-        while self._heard:
+        """Until nothing was heard for a period, and no longer than `RESTS` of them: who reports
+        steps need not be asked too, but what it holds is told with the answer alone."""
+        for _ in range(RESTS):
             self._heard = False
             await self._count(asyncio.sleep(self._period_s), self._period_s)
+            if not self._heard:
+                return
 
     async def _count(self, wait: Awaitable[object], planned_s: float) -> None:
         began = time.monotonic()
