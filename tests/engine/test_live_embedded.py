@@ -14,8 +14,8 @@ from blitzd.engine.catalogue import CATALOGUE, DEFAULT_MODEL, is_pulled, prepare
 from blitzd.engine.layout import read_model_file
 from blitzd.engine.prepare import prepare
 from blitzd.proto.blitzd.engine import v1 as pb
+from tests.engine.live_sides import Side, relay
 from tests.engine.test_live_pairs import decoded, emptied, first_token, follow, world
-from tests.engine.test_live_prefill import Side, relay
 from tests.engine.test_worker import run
 from tests.engine.workers import Zygote, up
 
