@@ -223,12 +223,17 @@ class NodeWorkers(VirtualWorkers):
     async def fence(self, node: VirtualNode) -> None:
         """For ever: without a lease there are no workers."""
         while True:
-            now, until = anyio.current_time(), node.lease_until
-            if node.alive and not node.frozen and until is not None and now >= until:
-                node.lease_until = node.contact = None
-                for worker in self.there(node):
-                    self._end(worker)
-            await anyio.sleep(LEASE_S / (4 * BEATS) if until is None else _left(until - now))
+            self._look_at_the_clock(node)
+            until = node.lease_until
+            left_s = 0.0 if until is None else until - anyio.current_time()
+            await anyio.sleep(_left(left_s))
+
+    def _look_at_the_clock(self, node: VirtualNode) -> None:
+        over = node.lease_until is not None and anyio.current_time() >= node.lease_until
+        if over and node.alive and not node.frozen:
+            node.lease_until = node.contact = None
+            for worker in self.there(node):
+                self._end(worker)
 
     async def _hello(self, life: Controller, node: VirtualNode) -> None:
         now = anyio.current_time()
@@ -278,6 +283,7 @@ class NodeWorkers(VirtualWorkers):
 
     def thaw(self, node: VirtualNode) -> None:
         node.frozen = False
+        self._look_at_the_clock(node)
         for worker in self.there(node):
             worker.hung = False
 
