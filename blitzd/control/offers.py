@@ -58,8 +58,12 @@ def best_prefill(
     if (index.prompt_free.most() or 0) < _prefill_tokens(state, request):
         return None
     offers = (
-        prefill_offer(state, policy, request, state.replicas[replica_id], now_ns)
-        for replica_id in index.takers
+        prefill_offer(state, policy, request, replica, now_ns)
+        for replica in map(state.replicas.__getitem__, index.takers)
+        # Hundreds may be Old of a pair, and come first, since they are given nothing.
+        if not (
+            replica.state is ReplicaState.OLD_PREFILL and _only_goes_on(state, request, replica)
+        )
     )
     return _first_open(offers)
 
@@ -133,16 +137,19 @@ def _pair_rule(state: ClusterState, request: Request, replica: Replica, now_ns: 
         return ""
     if replica.id == pair.new and request.whole:
         return "it has said that it cannot take this one while it loads"
-    if replica.id == pair.old and _new_takes(state, request, state.replicas[pair.new]):
+    if replica.id == pair.old and _only_goes_on(state, request, replica):
         return f"it goes on with what {pair.new} has, its pair"
     pending, cap = state.index.prefilling[replica.id], pair.cap_at(now_ns)
     return f"it has {pending} prefills, its pair's limit by now" if pending >= cap else ""
 
 
-def _new_takes(state: ClusterState, request: Request, new: Replica) -> bool:
-    """Now, or once it has room; its machine may be too small for this one."""
+def _only_goes_on(state: ClusterState, request: Request, old: Replica) -> bool:
+    """Whether New takes it, now or once it has room; its machine may be too small for this one."""
+    if request.whole:
+        return False
+    new = state.replicas[state.pairs[old.pair_id].new]
     fits = _blocks_for(_prefill_tokens(state, request), new) <= new.blocks_total
-    return takes_prompts(new) and fits and not request.whole
+    return fits and takes_prompts(new)
 
 
 def decode_offer(state: ClusterState, policy: Policy, request: Request, replica: Replica) -> Offer:
