@@ -14,7 +14,7 @@ from blitzd.node.worker_calls import CallFailed, describe_failure
 from blitzd.proto.blitzd.engine import v1 as pb
 
 PERIOD_S = 1.0
-"""Between a sign of life and the next question, at most twice that; a quarter of a shorter
+"""Between the last sign of life and the next question, at most; a quarter of a shorter
 deadline."""
 RESTS = 10
 """Periods without a question, at most: a busy worker may hold what nobody knows of, or not what
@@ -34,15 +34,14 @@ class HealthWatch:
         self._step_s = step_s
         self._period_s = min(PERIOD_S, silence_s / 4)
         self._silent_s = 0.0
-        self._heard = False
-        """Since the watch last began to rest."""
+        self._heard_at = 0.0
         self._unanswered = "no answer to Health"
         self._step = -1
 
     def heard(self) -> None:
         """A sign of life came another way."""
         self._silent_s = 0.0
-        self._heard = True
+        self._heard_at = time.monotonic()
 
     async def failure(self) -> str:
         """Returns, with the reason, once the worker is to be ended."""
@@ -80,16 +79,17 @@ class HealthWatch:
     async def _rest(self) -> None:
         """Until nothing was heard for a period, and no longer than `RESTS` of them: who reports
         steps need not be asked too, but what it holds is told with the answer alone."""
-        for _ in range(RESTS):
-            self._heard = False
-            await self._count(asyncio.sleep(self._period_s), self._period_s)
-            if not self._heard:
-                return
+        ends = time.monotonic() + RESTS * self._period_s
+        left_s = self._period_s
+        while left_s > 0 and time.monotonic() < ends:
+            await self._count(asyncio.sleep(left_s), left_s)
+            left_s = self._period_s - self._silent_s
 
     async def _count(self, wait: Awaitable[object], planned_s: float) -> None:
         began = time.monotonic()
         await wait
-        self._silent_s += min(time.monotonic() - began, 2 * planned_s)
+        since = max(began, self._heard_at)
+        self._silent_s += min(time.monotonic() - since, 2 * planned_s)
 
 
 def _look_at(answer: asyncio.Future[pb.HealthReply]) -> None:

@@ -13,9 +13,12 @@ class Asked:
     def __init__(self) -> None:
         self.times = 0
         self.answers = True
+        self.fails = False
 
     async def __call__(self) -> pb.HealthReply:
         self.times += 1
+        if self.fails:
+            raise ConnectionRefusedError
         if not self.answers:
             await asyncio.Event().wait()
         return pb.HealthReply(step=self.times)
@@ -43,5 +46,17 @@ def test_who_reports_steps_is_not_asked_and_who_stops_is_asked_and_given_up() ->
         asked.answers = False
         async with asyncio.timeout(10.0):
             assert (await failure).startswith("silent for 0.4 s")
+
+    asyncio.run(talk())
+
+
+def test_what_fails_at_once_is_asked_again_a_period_later() -> None:
+    async def talk() -> None:
+        asked = Asked()
+        asked.fails = True
+        async with asyncio.timeout(10.0):
+            failure = await HealthWatch(asked, SILENCE_S, 60.0).failure()
+        assert failure == "silent for 0.4 s: ConnectionRefusedError"
+        assert 3 <= asked.times <= 5
 
     asyncio.run(talk())
