@@ -35,7 +35,7 @@ BEATS = 5
 """In a lease."""
 BEAT_S = 1.0
 """Before the controller has said how long a lease is."""
-RETRY_S = (0.2, 2.0)
+RETRY_S = (0.2, 1.0)
 """Between two tries to get in contact: at first, and at most."""
 WELCOME_S = 10.0
 LEAVE_S = 2.0
