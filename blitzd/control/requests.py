@@ -70,7 +70,6 @@ def first_token_produced(turn: Turn, produced: ev.FirstTokenProduced) -> None:
     if request is None:
         turn.ignore(*on)
         return
-    _catch_up(turn, request, on)
     if _computes(request, on):
         turn.emit(ev.PrefillFinished(request.id, stays=1 - produced.held))
     elif request.state is RequestState.MIGRATING and on == (request.target, request.target_epoch):
@@ -78,13 +77,6 @@ def first_token_produced(turn: Turn, produced: ev.FirstTokenProduced) -> None:
         arrived(turn, request, 0, 0)
     else:
         turn.ignore(*on)
-
-
-def _catch_up(turn: Turn, request: Request, on: tuple[str, int]) -> None:
-    """Old of a live pair has a token of a request that was New's, as far as is known: it took it
-    over with no layer done, or it had said how many. New's word of that is still on its way."""
-    if request.state is RequestState.PREFILLING and on == (request.rest, request.rest_epoch):
-        turn.emit(ev.RequestRelayed(request.id, 0))
 
 
 def _computes(request: Request, on: tuple[str, int]) -> bool:
@@ -100,7 +92,6 @@ def generation_ended(turn: Turn, ended: ev.GenerationEnded) -> None:
     if request is None:
         turn.ignore(*on)
         return
-    _catch_up(turn, request, on)
     if _computes(request, on):
         if request.split_layer:  # the other half is not wanted any more
             source = (request.source, request.source_epoch)

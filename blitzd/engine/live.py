@@ -46,6 +46,8 @@ class LiveRequest(Waiting):
     plan: StepPlan
     first: int = 0
     """The layer that this replica began with."""
+    from_new: bool = False
+    """This replica is Old, and has taken it over."""
     hidden: torch.Tensor | None = None
     slot: int | None = None
     gone: bool = False
@@ -165,6 +167,7 @@ class LiveQueue:
             order=order,
             done=done,
             first=done,
+            from_new=order == 0,
             request=request,
             generation=generation,
             reservation=reservation,

@@ -204,8 +204,9 @@ class LiveStepper(Stepper):
             self._fail_live(report, one, one.generation.fault, alone=True)
         else:
             finish = self._take_token(one, one.generation, row)
-            if one.first:
-                # With the token, so that who exports the KV need not have heard of New's report.
+            if one.from_new:
+                # With the token, so that who exports the KV need not have heard of New's report;
+                # and of a request that is over, so that somebody lets go of it here.
                 self._relayed.append((one.id, one.first))
             add_row(report, one.generation, row, finish)
 

@@ -126,7 +126,9 @@ class LiveWork:
     def _fails(self, share: float) -> bool:
         return self._workers.random.random() < self._workers.faults.step_failure * share
 
-    async def _first_token(self, worker: VirtualWorker, job: Job, relayed: int = 0) -> None:
+    async def _first_token(
+        self, worker: VirtualWorker, job: Job, relayed: int | None = None
+    ) -> None:
         assert self.ran[job.id] == list(range(LAYERS)), f"{job.id} ran {self.ran[job.id]}"
         worker.made[job.id] = job.sent + 1
         last = job.sent + 1 == job.max_tokens

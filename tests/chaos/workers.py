@@ -204,11 +204,11 @@ class VirtualWorkers:
             await self._driver.post(payload)
 
     async def token(
-        self, worker: VirtualWorker, job: Job, at: int, finish: F, relayed: int = 0
+        self, worker: VirtualWorker, job: Job, at: int, finish: F, relayed: int | None = None
     ) -> None:
         report = pb.StepReport(
-            relayed_ids=[job.id] if relayed else [],
-            relayed_layers=[relayed] if relayed else [],
+            relayed_ids=[] if relayed is None else [job.id],
+            relayed_layers=[] if relayed is None else [relayed],
             request_ids=[job.id],
             token_ids=[token_at(job.seed, at)],
             texts=[f" {at}"],

@@ -164,8 +164,9 @@ def test_a_relayed_one_has_one_lease_with_two_parts() -> None:
 def test_one_that_old_took_whole_is_like_any_other_of_olds() -> None:
     world = paired()
     world.arrive(1)
+    assert [type(e) for e in world.relayed(1, 0, by="r0")] == [ev.RequestRelayed]
     events = world.feed(ev.FirstTokenProduced("r0", 1, 1))
-    assert [type(e) for e in events][:2] == [ev.RequestRelayed, ev.PrefillFinished]
+    assert type(events[0]) is ev.PrefillFinished
     [pull] = world.commanded(ImportKv)
     assert (pull.source, pull.rest) == ("r0", "")
     assert [type(e) for e in world.relayed(1, 0, by="r2")] == [ev.StaleNoticeIgnored]
@@ -205,6 +206,17 @@ def test_one_that_was_cancelled_while_it_was_handed_over_is_cancelled_on_both_ag
     world.feed(ev.ClientLeft(1))
     world.feed(ev.Relayed("r2", 1, 1, 0, 7))
     assert {c.replica for c in world.commanded(CancelRequest)} == {"r2", "r0"}
+
+
+def test_one_that_old_goes_on_with_when_it_and_the_pair_are_over_is_cancelled_there() -> None:
+    """New, which was silent when the cancel came, had not given it away yet."""
+    world = paired()
+    world.arrive(1)
+    world.feed(ev.ClientLeft(1))
+    world.feed(ev.LoadEnded("r2", 1, "d", "r1", 30, 300, 64, 100, "no peer has it any more"))
+    assert not world.state.pairs
+    world.feed(ev.Relayed("r0", 1, 1, 0, 0))
+    assert [c.replica for c in world.commanded(CancelRequest)] == ["r0"]
 
 
 def test_a_link_that_breaks_under_two_parts_rests_on_both_sides() -> None:

@@ -58,6 +58,7 @@ def test_every_split_has_the_token_and_the_kv_of_a_plain_prefill(
         relay(new, old, one)
         assert new.relayed == {number: split}
         assert old.step() and not old.step()
+        assert old.relayed == {number: split}
         assert old.tokens == {number: alone.tokens[number]}
         assert old.finish[number] is HELD and not new.tokens
         assert new.layers_run == [(number, layer) for layer in range(split)]
