@@ -7,6 +7,7 @@ import io
 import json
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -35,6 +36,7 @@ SETTINGS = {
     "policy.max_prefill": 3,
     "policy.max_queued_requests": 1000,
 }
+EVERY_MS = 250
 SEED = 0
 TOGETHER = 16
 TIE = 1e-3
@@ -65,6 +67,7 @@ class Burst:
             self.report: dict[str, Any] = json.loads(played.stdout)
             print(json.dumps(self.report))
             wait_for("one replica of each role again", lambda: is_back(daemon), 60.0)
+            time.sleep(2 * EVERY_MS / 1000)  # so that the series has a row of it
             self.events = daemon.events()
         finally:
             daemon.end()
@@ -162,7 +165,7 @@ def humps(numbers: list[int]) -> list[int]:
 
 def assert_the_log_tells_the_story(burst: Burst) -> list[int]:
     """Turns of the prefill replicas' number."""
-    burst.replay("--csv", burst.series, "--every", 250)
+    burst.replay("--csv", burst.series, "--every", EVERY_MS)
     with burst.series.open(newline="") as file:
         rows = [{name: int(value) for name, value in row.items()} for row in csv.DictReader(file)]
     assert sum(row["finished_requests"] for row in rows) == len(burst.lines)
