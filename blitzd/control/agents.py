@@ -15,8 +15,19 @@ from blitzd.events import types as ev
 from blitzd.fsm import Agent, ClusterState, Replica, ReplicaState
 
 S = ReplicaState
-KEPT = frozenset({S.INACTIVE, S.PREFILL, S.DECODE, S.COLOCATED, S.SHUTTING_NULL})
-"""A worker in the middle of something else is not adopted."""
+KEPT = frozenset(
+    {
+        S.INACTIVE,
+        S.PREFILL,
+        S.OLD_PREFILL,
+        S.REFACTORY_PREFILL,
+        S.DECODE,
+        S.COLOCATED,
+        S.SHUTTING_NULL,
+    }
+)
+"""A worker in the middle of something else is not adopted. Live pairs end with a boot, and who
+has all weights is a Prefill then."""
 RESTARTED = "the controller was restarted"
 
 
@@ -33,20 +44,35 @@ def awaited(state: ClusterState) -> list[Replica]:
     ]
 
 
-def await_nodes(turn: Turn) -> None:
-    """At a boot, once the requests of the last one are gone."""
+def retire_others(turn: Turn) -> None:
+    """At a boot: replicas of other nodes whose workers are not awaited."""
     kept = {replica.id for replica in awaited(turn.state)}
-    for agent in [a for a in turn.state.agents.values() if a.phase != "lost"]:
-        for replica in [r for r in turn.state.replicas.values() if r.node == agent.node]:
+    for agent in _not_lost(turn):
+        for replica in _replicas_of(turn, agent):
             if replica.id not in kept:
                 if replica.worker != "absent":
                     turn.command(EndWorker(replica.id, replica.epoch))
                     lose(turn, replica, RESTARTED)
                 turn.emit(ev.ReplicaRetired(replica.id))
-            elif replica.worker == "attached":
+
+
+def await_nodes(turn: Turn) -> None:
+    """At a boot, once the requests and the live pairs of the last one are gone, and the
+    replicas that are not awaited."""
+    for agent in _not_lost(turn):
+        for replica in _replicas_of(turn, agent):
+            if replica.worker == "attached":
                 turn.emit(ev.WorkerAwaited(replica.id, replica.epoch, f"awaited: {RESTARTED}"))
         if agent.phase == "present":
             turn.emit(ev.NodeAwaited(agent.node, agent.epoch))
+
+
+def _not_lost(turn: Turn) -> list[Agent]:
+    return [agent for agent in turn.state.agents.values() if agent.phase != "lost"]
+
+
+def _replicas_of(turn: Turn, agent: Agent) -> list[Replica]:
+    return [replica for replica in turn.state.replicas.values() if replica.node == agent.node]
 
 
 def agent_joined(turn: Turn, joined: ev.AgentJoined) -> None:
@@ -74,7 +100,7 @@ def agent_joined(turn: Turn, joined: ev.AgentJoined) -> None:
 
 def _as_before(turn: Turn, agent: Agent, joined: ev.AgentJoined) -> bool:
     offered = dict(joined.replicas)
-    here = [r for r in turn.state.replicas.values() if r.node == agent.node]
+    here = _replicas_of(turn, agent)
     same = all(offered.get(replica.id) == replica.configured for replica in here)
     return same and agent.address == joined.address
 

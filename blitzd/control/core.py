@@ -51,8 +51,9 @@ class Step(NamedTuple):
 
 def _booted(turn: Turn, boot: ev.Booted) -> None:
     replicas.booted(turn, boot)
-    agents.await_nodes(turn)
+    agents.retire_others(turn)
     pairs.restarted(turn)
+    agents.await_nodes(turn)
 
 
 def _ticked(turn: Turn, _: ev.Ticked) -> None:

@@ -80,7 +80,7 @@ class NodesWorld(World):
         self.did: Counter[str] = Counter()
         """Faults, and what came of them."""
         self._life: anyio.CancelScope | None = None
-        self._clients: set[anyio.CancelScope] = set()
+        self._clients: dict[anyio.CancelScope, None] = {}
 
     def lives(self) -> Lives:
         return NodeLives(self.scenario.policy(self.seed), self.scenario.faults)
@@ -157,7 +157,7 @@ class NodesWorld(World):
         self.outcome.finished -= sum(isinstance(p, ev.RequestFinished) for p in lost)
         self.wire.controller = None
         self._life.cancel()
-        for client in self._clients:
+        for client in list(self._clients):
             client.cancel()
         await anyio.sleep(self.random.choice([0.2, 2.0, SHORT_S, LONG_S]))
         self._boot(workers, tasks)
@@ -169,9 +169,9 @@ class NodesWorld(World):
             while self.wire.controller is None:
                 await anyio.sleep(0.1)
             with anyio.CancelScope() as connection:
-                self._clients.add(connection)
+                self._clients[connection] = None
                 await super()._client(self.wire.controller.driver)
-            self._clients.discard(connection)
+            del self._clients[connection]
             cut = connection.cancelled_caught
             self.did["asked again"] += cut
 

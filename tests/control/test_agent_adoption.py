@@ -119,6 +119,28 @@ def test_a_warm_spare_stays_warm() -> None:
     assert world.replica(warm).state is S.DECODE
 
 
+@pytest.mark.parametrize("new", ["r0", "b.r1"])
+def test_old_of_a_live_pair_is_awaited_as_the_prefill_that_it_is(new: str) -> None:
+    """What the hub expects of a node is what the core awaits; else the agent is told to end a
+    worker that the core waits for without end."""
+    world = Harness(ladder_map=0).serving("spare", "decode", "prefill")
+    join(world, "prefill", "spare")
+    world.attach("b.r0", pid=500)
+    world.load("b.r0")
+    world.attach("b.r1", pid=501)
+    only(world.feed(ev.LivePairRequested(new, "b.r0")), ev.PairOpened)
+    assert world.replica("b.r0").state is S.OLD_PREFILL
+    expected = {r.id for r in awaited(world.state)}
+    assert "b.r0" in expected
+    world.boot("spare", "decode", "prefill", adopted=(("r1", 1, 100), ("r2", 1, 100)))
+    assert world.state.pairs == {}
+    assert (world.replica("b.r0").state, world.replica("b.r0").worker) == (S.FAILED, "awaited")
+    assert {r.id for r in world.state.replicas.values() if r.worker == "awaited"} == expected
+    join(world, "prefill", "spare", epoch=2)
+    find(world, "b.r0")
+    assert world.replica("b.r0").state is S.PREFILL
+
+
 def test_one_in_the_middle_of_a_load_is_ended_and_started_anew() -> None:
     world = Harness().serving("prefill", "decode")
     join(world, "decode")
