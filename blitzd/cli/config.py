@@ -32,14 +32,12 @@ def check(file: Path, *, json: bool = False) -> int:
         keys = len(load(file, environment={}).origins)
     except SettingsError as error:
         problems = error.problems
-    except OSError as error:
-        problems = (str(error),)
     if json:
         print(_json({"ok": not problems, "keys": keys, "problems": problems}))
     elif problems:
         print("\n".join(problems), file=sys.stderr)
     else:
-        print(f"{file}: fine; it sets {keys} keys")
+        print(f"{file}: fine; keys set: {keys}")
     return 1 if problems else 0
 
 
@@ -59,7 +57,7 @@ def show(*, config: ConfigFile = None, set: Assignments = (), json: bool = False
     """
     try:
         loaded = load(config, set)
-    except (SettingsError, OSError) as error:
+    except SettingsError as error:
         print(f"blitzd config show: {error}", file=sys.stderr)
         return 1
     shown = _shown(loaded)

@@ -33,7 +33,7 @@ def doctor(*, config: ConfigFile = None, set: Assignments = (), json: bool = Fal
     """
     try:
         settings = load(config, set).settings
-    except (SettingsError, OSError) as error:
+    except SettingsError as error:
         print(f"blitzd doctor: {error}", file=sys.stderr)
         return 2
     machine = Machine.of(settings)

@@ -144,7 +144,7 @@ def _serve(
 ) -> int:
     try:
         loaded = load(file, assignments, options=options)
-    except (SettingsError, OSError) as error:
+    except SettingsError as error:
         print(f"blitzd {command}: {error}", file=sys.stderr)
         return 2
     try:

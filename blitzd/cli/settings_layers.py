@@ -73,7 +73,7 @@ def load(
     options: Mapping[str, tuple[str, Any]] | None = None,
 ) -> Loaded:
     """`assignments` are those of `--set`; `options` maps "section.key" to (the option's name,
-    its value), last of all. Raises SettingsError, OSError."""
+    its value), last of all. Raises SettingsError."""
     layers = _Layers()
     if path is not None:
         layers.add_file(path)
@@ -95,6 +95,8 @@ class _Layers:
     def add_file(self, path: Path) -> None:
         try:
             document = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise SettingsError([f"{path}: {error.strerror}"]) from error
         except UnicodeDecodeError as error:
             raise SettingsError([f"{path}: not UTF-8: {error}"]) from error
         except tomllib.TOMLDecodeError as error:

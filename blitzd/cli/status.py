@@ -38,6 +38,8 @@ def lines_of(state: dict[str, Any]) -> list[str]:
         "open   " + ", ".join(f"{requests[name]} {name}" for name in OPEN if name in requests),
         "ended  " + ", ".join(f"{requests[name]} {name}" for name in ENDED if name in requests),
     ]
+    for role in state["unserved"]:
+        found.append(f"no {role} replica is ready: what needs one waits")
     wanted = node["wanted"]
     if any(wanted.values()):
         found.append(f"scaled to {wanted['prefill']} prefill, {wanted['decode']} decode")

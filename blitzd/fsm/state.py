@@ -15,11 +15,11 @@ from blitzd.events.topology_events import NodeLinks
 from blitzd.fsm.agent import Agent, agents_json
 from blitzd.fsm.entities import RESUME_CAUSES, Node, Pair, Replica, Request
 from blitzd.fsm.flow import flow_json, links_json, moving, open_flows, topology_json
-from blitzd.fsm.index import Index
+from blitzd.fsm.index import TAKES_PROMPTS, Index
 from blitzd.fsm.link import Lease, Link, faulty_json
 from blitzd.fsm.plan import Plan
 from blitzd.fsm.request import RequestState
-from blitzd.fsm.table import LOADING, ReplicaState
+from blitzd.fsm.table import ACCEPTS_KV, LOADING, ReplicaState
 
 HASH_MODULUS = 1 << 256
 
@@ -110,6 +110,11 @@ class ClusterState:
         ]
         return [self.replicas[replica_id] for replica_id in sorted(found)]
 
+    def unserved_roles(self) -> list[str]:
+        """Of prefill and decode, those in which no replica takes anything new."""
+        takers = {"prefill": TAKES_PROMPTS, "decode": ACCEPTS_KV}
+        return [role for role, states in takers.items() if not self.in_states(*states)]
+
     # The hash.
 
     def touch(self, kind: str, key: str | int) -> None:
@@ -185,6 +190,7 @@ class ClusterState:
                 "requests": len(index.queued),
                 "tokens": index.tokens[RequestState.QUEUED],
             },
+            "unserved": self.unserved_roles(),
             "requests": by_state,
             "resumes": {
                 cause: self.node.tallies.get(f"resumed_{cause}", 0) for cause in RESUME_CAUSES

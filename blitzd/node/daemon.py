@@ -194,14 +194,7 @@ class NodeDaemon:
     def health(self) -> Health:
         state = self.core.state
         stalled_ns = self._clock.mono_ns() - self.driver.last_turn_ns
-        reasons = [
-            f"no {role} replica is ready"
-            for role, serving in (
-                ("prefill", (ReplicaState.PREFILL, ReplicaState.OLD_PREFILL)),
-                ("decode", (ReplicaState.DECODE,)),
-            )
-            if not any(r.state in serving for r in state.replicas.values())
-        ]
+        reasons = [f"no {role} replica is ready" for role in state.unserved_roles()]
         reasons += [
             f"{r.id}: {r.trouble}" for r in state.replicas.values() if r.trouble and reasons
         ]

@@ -218,7 +218,7 @@ def test_what_show_prints_is_a_file_that_gives_the_same(file: Path) -> None:
 def test_check_says_what_is_wrong_and_exits_with_it(file: Path) -> None:
     file.write_text("[http]\nport = 9000\n")
     good = blitzd("config", "check", str(file))
-    assert (good.returncode, good.stdout) == (0, f"{file}: fine; it sets 1 keys\n")
+    assert (good.returncode, good.stdout) == (0, f"{file}: fine; keys set: 1\n")
     file.write_text("[http]\nport = -1\n")
     bad = blitzd("config", "check", str(file), "--json")
     assert bad.returncode == 1
@@ -226,7 +226,10 @@ def test_check_says_what_is_wrong_and_exits_with_it(file: Path) -> None:
     # Starting again would not help, which a manager tells from the exit code.
     assert blitzd("serve", "-c", str(file)).returncode == 2
     missing = blitzd("serve", "-c", str(file) + "x")
-    assert (missing.returncode, "No such file" in missing.stderr) == (2, True)
+    assert (missing.returncode, missing.stderr) == (
+        2,
+        f"blitzd serve: {file}x: No such file or directory\n",
+    )
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,17 @@ def test_status_shows_who_is_there_what_runs_and_what_is_wrong(
     assert "worker spawning, killed by SIGKILL" in table["r2"]
 
 
+def test_status_says_what_nobody_serves(
+    node: OperatedNode, server: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "no prefill replica is ready: what needs one waits"
+    assert status.status(where=at(server)) == 0
+    assert said not in capsys.readouterr().out.splitlines()
+    node.feed(ev.DrainRequested("r0", 0))
+    assert status.status(where=at(server)) == 0
+    assert said in capsys.readouterr().out.splitlines()
+
+
 def test_status_as_json_is_the_state(
     node: OperatedNode, server: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
