@@ -62,7 +62,10 @@ def worker_started(turn: Turn, started: ev.WorkerStarted) -> None:
 
 def worker_described(turn: Turn, described: ev.WorkerDescribed) -> None:
     replica = turn.current(described.replica, described.epoch)
-    if replica and replica.worker in ("spawning", "spawned"):
+    if replica is None:
+        # As above, and the word of its start was lost.
+        turn.command(EndWorker(described.replica, described.epoch))
+    elif replica.worker in ("spawning", "spawned"):
         turn.emit(ev.WorkerAttached(described.replica, described.epoch, described.pid))
 
 

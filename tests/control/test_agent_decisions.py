@@ -1,5 +1,7 @@
 """Nodes that join and are lost."""
 
+import pytest
+
 from blitzd.control.commands import EndWorker, SpawnWorker
 from blitzd.events import types as ev
 from blitzd.events.record import Payload
@@ -126,13 +128,16 @@ def test_a_machine_that_went_dark_costs_nobody_who_was_connected_to_it() -> None
     assert world.replica("r0").dirty_ns
 
 
-def test_a_start_that_came_late_is_ended() -> None:
+@pytest.mark.parametrize("word", [ev.WorkerStarted, ev.WorkerDescribed])
+def test_a_start_that_came_late_is_ended(
+    word: type[ev.WorkerStarted] | type[ev.WorkerDescribed],
+) -> None:
     """Told to a node before it was lost, and carried out after: a full disk held it up."""
     world = Harness().serving("prefill", "decode")
     join(world, "decode")
     world.feed(ev.AgentLost("b", 1, "its agent stops: SIGTERM"))
     join(world, "decode", epoch=2)
-    events = world.feed(ev.WorkerStarted("b.r0", 1, 500))
+    events = world.feed(word("b.r0", 1, 500))
     assert only(events, ev.StaleNoticeIgnored).epoch == 1
     assert world.commanded(EndWorker) == [EndWorker("b.r0", 1)]
     world.feed(ev.WorkerStarted("b.r0", world.replica("b.r0").epoch, 501))
