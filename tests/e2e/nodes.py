@@ -111,3 +111,14 @@ def events_of(daemon: Daemon, *types: str) -> list[dict[str, Any]]:
 
 def until(daemon: Daemon, what: str, check: Callable[[dict[str, Any]], bool]) -> None:
     wait_for(what, lambda: check(daemon.state()), 60.0)
+
+
+def text_of_one_node(directory: Path, body: dict[str, Any]) -> str:
+    """What a daemon without agents answers."""
+    alone = Daemon(directory / "state", "--spare", "0")
+    try:
+        alone.start().ready()
+        text: str = alone.complete(**body)["choices"][0]["text"]
+        return text
+    finally:
+        alone.end()

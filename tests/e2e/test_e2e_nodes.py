@@ -18,7 +18,15 @@ import pytest
 
 from blitzd.fabric.endpoints import host_and_port
 from tests.e2e.daemon import Daemon, wait_for
-from tests.e2e.nodes import LEASE_S, AgentDaemon, Authority, controller, events_of, until
+from tests.e2e.nodes import (
+    LEASE_S,
+    AgentDaemon,
+    Authority,
+    controller,
+    events_of,
+    text_of_one_node,
+    until,
+)
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
 
@@ -46,13 +54,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Of one node that does all by itself."""
-    alone = Daemon(tmp_path_factory.mktemp("alone") / "state", "--spare", "0")
-    try:
-        alone.start().ready()
-        text: str = alone.complete(**BODY)["choices"][0]["text"]
-        return text
-    finally:
-        alone.end()
+    return text_of_one_node(tmp_path_factory.mktemp("alone"), BODY)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.daemon import Daemon, wait_for
+from tests.e2e.daemon import wait_for
+from tests.e2e.nodes import text_of_one_node
 from tests.hosts.cluster import BODY, HostsCluster, Streams, running
 from tests.hosts.netns import Hosts, hosts, why_not
 
@@ -29,13 +30,7 @@ FROM_PEERS = ("--set", "policy.ladder_map=0", "--set", "policy.null_ttl_ms=1")
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Of one node that does all by itself."""
-    alone = Daemon(tmp_path_factory.mktemp("alone") / "state", "--spare", "0")
-    try:
-        alone.start().ready()
-        text: str = alone.complete(**BODY)["choices"][0]["text"]
-        return text
-    finally:
-        alone.end()
+    return text_of_one_node(tmp_path_factory.mktemp("alone"), BODY)
 
 
 @pytest.fixture
